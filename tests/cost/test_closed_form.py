@@ -22,7 +22,8 @@ from meshwright.planner import prices
 from meshwright.planner.plan import cost_inputs_of, on_cluster
 from meshwright.planner.rank import Search
 from meshwright.planner.space import (
-    cores,
+    RECOMPUTES,
+    divisions,
     offloads,
     schedules,
     shardings,
@@ -65,7 +66,12 @@ def drawn(seed, *, offloaded=("none", "optimizer", "params", "activations")):
     batch = devices * random.choice((2, 4, 8))
     train = TrainSpec(batch=batch, seq_len=2048, precision="bf16", **more)
     setting = replace(BASE, model=model, train=train, optimizer=optimizer)
-    legal = list(cores(model, train, devices))
+    legal = [
+        division.core(microbatch, recompute)
+        for division in divisions(model, train, devices)
+        for microbatch in division.microbatches
+        for recompute in RECOMPUTES
+    ]
     while True:
         core = random.choice(legal)
         count = core.layout.microbatches(batch)

@@ -19,6 +19,7 @@ from meshwright.cost.work import RankLayers
 from meshwright.layout import Layout
 from meshwright.planner.lightest import lightest
 from meshwright.planner.rank import Search
+from meshwright.planner.space import RECOMPUTES
 from meshwright.program.collectives import collectives, of_microbatches
 from meshwright.program.lower import lower
 from meshwright.program.shards import data_rank
@@ -154,16 +155,16 @@ def test_a_search_goes_by_the_price(device, devices):
     """With what the host adds, and with the overlap of the slowest pipeline rank."""
     one = setting(device, devices, precision="fp32")
     search = Search(one, devices)
-    cores = search._cores()
-    order = sorted((search._bound(core), index) for index, core in enumerate(cores))
     best = {}
-    search._pass(cores, order, 8, ("none",), best)
+    search._pass(search._starts(), 8, ("none",), best)
     assert best
     for seconds, layout in best.values():
         assert seconds == pytest.approx(estimated(one, layout).time.total, rel=1e-9)
-    for bound, index in order:
-        core = cores[index].layout
-        assert bound <= estimated(one, core).time.total
+    for division in search._divisions:
+        for microbatch in division.microbatches:
+            for recompute in RECOMPUTES:
+                core = division.core(microbatch, recompute)
+                assert search._bound(core) <= estimated(one, core.layout).time.total
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from meshwright.cost.pipeline import (
     closed_form,
     held_together,
     in_flight,
+    least_in_flight,
 )
 from meshwright.cost.price import price, worst_memory
 from meshwright.cost.systems import SYSTEMS
@@ -241,6 +242,21 @@ def test_forms_of_schedules_hold_against_their_tables(name, pp, virtual):
     first = {a.kind: end - start for a, (start, end) in ends.items() if a.stage == stages - 1}
     expected = {"F": 1.0, "B": 3.0, "I": 2.0, "W": 1.0}  # a split one has the head with its inputs
     assert first == pytest.approx({kind: expected[kind] for kind in first})
+
+
+@pytest.mark.parametrize(("name", "pp", "virtual"), list(tables()))
+def test_no_first_rank_holds_fewer_activations_than_the_bound(name, pp, virtual):
+    layout = Layout(pp=pp, schedule=name, virtual_stages=virtual)
+    bounds = 0
+    for count in range(1, 4 * pp + 1):
+        if microbatch_rule(name, pp, virtual, count) is None:
+            bounds += 1
+            flights = accumulate(
+                (a.kind == "F") - (a.kind in ("B", "I"))
+                for a in compute_tables(name, pp, virtual, count)[0]
+            )
+            assert least_in_flight(layout, count) <= max(flights), count
+    assert bounds
 
 
 def test_many_microbatches_add_the_same_each():

@@ -10,7 +10,7 @@ from meshwright.comm.groups import open_groups
 from meshwright.cost.catalogue import cluster_of, find_device
 from meshwright.layout import Layout, broken, nearest_legal
 from meshwright.parallel.context_parallel.context import positions
-from meshwright.planner.space import cores
+from meshwright.planner.space import divisions
 from meshwright.program.lower import lower
 from meshwright.program.pieces import pieces_of
 from meshwright.prove.case import Case
@@ -186,7 +186,7 @@ def test_the_search_has_each_legal_folding():
     model, train = MODELS["softmax"], TRAIN.model_copy(update={"router_aux_loss": 0.0})
     found = {
         (one.layout.mesh.shape, one.layout.ep)
-        for one in cores(model, train, 8)
+        for one in divisions(model, train, 8)
         if one.layout.folds > 1
     }
     legal = set()

@@ -392,7 +392,7 @@ def test_a_later_pass_looks_into_no_core_again(monkeypatch):
         return best_of(core, limit, offloaded)
 
     def counted(*asked):
-        if "none" in asked[3]:  # those with offload follow
+        if "none" in asked[2]:  # those with offload follow
             passes.append(len(looked))
         return a_pass(*asked)
 

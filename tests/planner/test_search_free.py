@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.cost.calibration import shipped_calibration
 from meshwright.cost.catalogue import cluster_of, find_device
-from meshwright.cost.inputs import CostInputs, work_of
+from meshwright.cost.inputs import CostInputs, layers_of_ranks, work_of
 from meshwright.cost.step import transfer_seconds
 from meshwright.cost.systems import SYSTEMS
 from meshwright.planner.plan import plan
@@ -123,13 +123,63 @@ def test_offload_is_chosen_where_it_is_faster(words, fewest):
 @pytest.mark.often(12)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_bound_is_below_every_pace(seed):
-    """A pipeline takes no less than its microbatches and its least idle time."""
+    """A pipeline takes no less than its microbatches and its least idle time; those of a division
+    no less than its bound. The first rank of none has fewer bytes than a core is sorted out by."""
     random = Random(seed)
     setting = random_setting(random)
     search = Search(setting, setting.cluster.devices)
-    for core in search._cores()[:: random.choice((3, 7))]:
-        count, layers = core.microbatches, setting.model.n_layers
-        transfer = transfer_seconds(search.kernels, core.layout, work_of(setting, core.layout))
-        for order in schedules(core.layout.pp, layers, count):
-            pace = search._paces.pace(core.layout, order, count, transfer)
-            assert search._bound(core) <= pace.plain[1] * (1 + 1e-9), (core.layout.label, order)
+    for node in search._starts()[:: random.choice((3, 7))]:
+        for sized in search._below(node, ("none",)):
+            assert node.bound <= sized.bound, sized.choice.layout.label
+            for cored in search._below(sized, ("none",)):
+                assert sized.bound <= cored.bound
+                _check_paces(search, cored)
+
+
+def test_the_bound_of_a_division_is_hardly_below_those_of_its_microbatches():
+    """Where layers take nearly all of the time, a bound 5% higher would cut off the fastest."""
+    setting = random_setting(Random(0))
+    model = model_spec(
+        dim=2048,
+        n_layers=16,
+        n_heads=16,
+        n_kv_heads=16,
+        ffn_dim=8192,
+        vocab_size=1024,
+        context=4096,
+    )
+    train = TrainSpec(batch=64, seq_len=2048, precision="bf16")
+    cluster = cluster_of(find_device("h100-sxm"), 1)
+    search = Search(replace(setting, model=model, train=train, cluster=cluster, products="bf16"), 1)
+    (node,) = search._starts()
+    least = min(sized.bound for sized in search._below(node, ("none",)))
+    assert 0.96 * least < node.bound <= least
+
+
+def _check_paces(search, node):
+    setting, core = search.setting, node.choice
+    count, layers = core.microbatches, setting.model.n_layers
+    transfer = transfer_seconds(search.kernels, core.layout, work_of(setting, core.layout))
+    for order in schedules(core.layout.pp, layers, count):
+        pace = search._paces.pace(core.layout, order, count, transfer)
+        assert node.bound <= pace.plain[1] * (1 + 1e-9), (core.layout.label, order)
+        if search._paces.loses(order, core.layout.pp, count) is None:
+            held_layers = layers_of_ranks(setting, pace.layout)[0]
+            states = search.prices.shardings.least_states(core.layout, held_layers, ("none",))
+            needed = search._activations(pace.layout, 0) + states
+            assert search._least_bytes(core, ("none",)) <= needed * (1 + 1e-9), (core, order)
+
+
+@pytest.mark.often(10)
+@pytest.mark.parametrize("seed", range(30))
+def test_a_search_without_bounds_ranks_the_same_layouts(seed, monkeypatch):
+    """With the same exact prices, also where a listed layout turns out not to fit."""
+    random = Random(seed)
+    setting = random_setting(random)
+    pins = fixed(random) if seed % 3 == 0 else {}
+    bounded = Search(setting, setting.cluster.devices, pins=pins).run(4)
+    monkeypatch.setattr(Search, "_floor", lambda *_: 0.0)
+    monkeypatch.setattr(Search, "_evenly", lambda *_: 0.0)
+    free = Search(setting, setting.cluster.devices, pins=pins).run(4)
+    assert bounded.considered == free.considered
+    assert bounded.ranked == free.ranked

@@ -1,5 +1,7 @@
 """Searches of models whose layers are not alike: memory is that of the rank that holds most."""
 
+from operator import mul
+
 import pytest
 
 from meshwright.cost.microbatch import parts_of
@@ -7,7 +9,7 @@ from meshwright.cost.price import worst_estimate, worst_memory
 from meshwright.layout import Layout
 from meshwright.planner.lightest import lightest_of
 from meshwright.planner.rank import Search
-from meshwright.planner.space import Schedule, with_schedule
+from meshwright.planner.space import RECOMPUTES, Schedule, with_schedule
 from meshwright.spec.resolve import model_spec
 from test_search import setting
 
@@ -39,11 +41,20 @@ def test_prices_of_parts_are_those_of_each_layout(preset):
     assert len(model.layer_kinds) == 2
     one = setting(model, 8, "h100-sxm", batch=32, seq_len=512)
     search = Search(one, 8)
-    every = search._cores()
+    every = [
+        (division, division.core(microbatch, recompute))
+        for division in search._divisions
+        for microbatch in division.microbatches
+        for recompute in RECOMPUTES
+    ]
     assert len(every) > 500
-    for core in every[::7]:
+    for division, core in every[::7]:
         layout = core.layout
-        assert search.prices.parts(layout) == parts_of(one, search.kernels, layout)
-        assert search._least(core) <= search._bound(core)
+        parts = parts_of(one, search.kernels, layout)
+        assert search.prices.parts(layout) == parts
+        layers, first, last = parts.totals
+        assert search.prices.least(division, layout.microbatch) <= (
+            sum(map(mul, layers, search._kinds)) + first + last
+        )
     split = with_schedule(Layout.parse("ep2 pp2 tp2 sp etp1"), Schedule("zbv", 2))
     assert search.prices.parts(split, True) == parts_of(one, search.kernels, split)

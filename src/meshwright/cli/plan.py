@@ -34,23 +34,7 @@ from meshwright.cli.questions import (
     ways_to_fit_json,
 )
 from meshwright.cli.serve import add_serve, frozen_page, serve_page
-from meshwright.cli.trainers import (
-    add_trainers,
-    check_trainers,
-    check_written,
-    compared,
-    compared_json,
-    config_file,
-    file_json,
-    free_config,
-    priced,
-    print_compared,
-    print_file,
-    print_like,
-    print_trainer,
-    read_like,
-    trainer_of,
-)
+from meshwright.cli.trainer_arguments import add_trainers, check_trainers
 from meshwright.cost.calibration import read_calibration, shipped_calibration
 from meshwright.cost.evidence import evidence
 from meshwright.cost.inputs import CostInputs
@@ -61,7 +45,6 @@ from meshwright.files import write_atomic
 from meshwright.kernels.processor import processor
 from meshwright.layout import Layout, Machine, unsharded
 from meshwright.planner.advice import warnings
-from meshwright.planner.for_trainer import plan_for, priced_as
 from meshwright.planner.plan import (
     COLUMNS,
     Plan,
@@ -199,10 +182,13 @@ def _for_trainer(args: argparse.Namespace, named: list[str]) -> int:
 
     The exit code is 1 if no layout fits.
     """
-    like = read_like(args)
+    from meshwright.cli import trainers  # not at the top: readers and writers of nine formats
+    from meshwright.planner.for_trainer import plan_for, priced_as
+
+    like = trainers.read_like(args)
     config = read_config(args, plans=True) if like is None else like.config
-    trainer = trainer_of(args, like)
-    check_written(config, trainer)
+    trainer = trainers.trainer_of(args, like)
+    trainers.check_written(config, trainer)
     calibration = read_calibration(args.calibration) if args.calibration else None
     measured = measured_for(
         named,
@@ -218,7 +204,7 @@ def _for_trainer(args: argparse.Namespace, named: list[str]) -> int:
         if not args.json:
             measured.print()
     started = time.perf_counter()
-    asked = config if like is None else free_config(like)
+    asked = config if like is None else trainers.free_config(like)
     if trainer is None:
         planned = plan(asked, args.top, calibration, args.margin)
     else:
@@ -228,23 +214,25 @@ def _for_trainer(args: argparse.Namespace, named: list[str]) -> int:
     if measured is not None:
         document["measured"] = measured.document
     if not args.json and like is not None:
-        print_like(like)
+        trainers.print_like(like)
     if like is not None and like.layout is not None:
-        comparison = compared(like, trainer, planned, *priced(like, trainer, calibration))
-        document["like"] = compared_json(like, comparison)
+        comparison = trainers.compared(
+            like, trainer, planned, *trainers.priced(like, trainer, calibration)
+        )
+        document["like"] = trainers.compared_json(like, comparison)
         if not args.json:
-            print_compared(comparison)
+            trainers.print_compared(comparison)
             print()
-    file = None if trainer is None else config_file(args, trainer, planned)
+    file = None if trainer is None else trainers.config_file(args, trainer, planned)
     if trainer is not None:
-        document["for"] = file_json(trainer, file)
+        document["for"] = trainers.file_json(trainer, file)
     if args.json:
         print_json(document)
         return EXIT_DONE if planned.best else EXIT_CHECK_FAILED
     if trainer is not None:
-        print_trainer(trainer, planned)
+        trainers.print_trainer(trainer, planned)
     _print_plan(planned, seconds, None)
-    print_file(args, file)
+    trainers.print_file(args, file)
     return EXIT_DONE if planned.best else EXIT_CHECK_FAILED
 
 

@@ -16,9 +16,7 @@ from meshwright.errors import EXIT_DONE, ConfigError
 from meshwright.planner.plan import Plan
 from meshwright.planner.rank import MARGIN
 from meshwright.runtime.pricing.measured import VARIABLES
-from meshwright.serve.answer import asked_words, document, named_files
 from meshwright.serve.conditions import TOP, Conditions
-from meshwright.serve.plan_page import page
 from meshwright.spec.loading import read_given
 
 
@@ -37,6 +35,7 @@ def serve_page(args: argparse.Namespace, named: Sequence[str]) -> int:
 
     `named` are measurements by which its predictions are corrected. Returns the exit code.
     """
+    from meshwright.serve.answer import asked_words, named_files
     from meshwright.serve.app import serve  # with a web server, which no other plan needs
 
     if not 0 <= args.port < 1 << 16:
@@ -76,6 +75,9 @@ def frozen_page(
 
     `named` are measurements that are not stored; `planned` is the plan's JSON document.
     """
+    from meshwright.serve.answer import asked_words, document  # only plans with a page need these
+    from meshwright.serve.plan_page import page
+
     stated = read_given(*read_words(args))
     labels = [prediction.layout.label for prediction in plan.found.ranked]
     contents = document(

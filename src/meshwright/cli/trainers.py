@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from meshwright.cli.common import add_accept, read_words, say, say_command
+from meshwright.cli.common import read_words, say, say_command
 from meshwright.cli.imports import summary
 from meshwright.cost.calibration import Calibration
 from meshwright.cost.catalogue import resolve_cluster
@@ -31,11 +31,6 @@ from meshwright.spec.resolve import Values
 from meshwright.spec.stored import HF_CONFIG, read_object
 from meshwright.units import format_bytes, format_seconds
 
-# Questions that `plan` answers for layouts of Meshwright alone.
-_OWN: Final = (
-    *("explain", "after_oom", "devices", "fewest", "largest_batch", "longest_context"),
-    *("fine_tune", "cheapest", "html", "serve", "save"),
-)
 # Sections of a config that a layout and its memory follow from.
 _PLANNED: Final = ("model", "layout", "cluster", "lora")
 _PLANNED_KEYS: Final = frozenset(
@@ -57,38 +52,6 @@ class Like(NamedTuple):
     report: Report
     config: Config
     layout: Layout | None
-
-
-def add_trainers(parser: argparse.ArgumentParser) -> None:
-    """Add the options `--for`, `--like`, `--save-config` and `--accept` to a parser."""
-    parser.add_argument(
-        "--for", dest="trainer", choices=TRAINERS, help="plan for another trainer, as its config"
-    )
-    parser.add_argument(
-        "--like",
-        type=Path,
-        metavar="FILE",
-        help="another trainer's config: whether it fits, and what would be faster",
-    )
-    parser.add_argument(
-        "--save-config", type=Path, metavar="FILE", help="write the trainer's config here"
-    )
-    add_accept(parser)
-
-
-def check_trainers(args: argparse.Namespace) -> None:
-    """Raise `ConfigError` for options that do not apply to a plan for another trainer."""
-    if args.trainer is None and args.like is None:
-        if args.save_config is not None:
-            legal = [f"--for {name}" for name in TRAINERS]
-            rule = "--save-config writes another trainer's config; it needs its name"
-            raise ConfigError(refusal(rule, legal=legal[:3]))
-        return
-    for name in _OWN:
-        if getattr(args, name, None):
-            flag = f"--{name.replace('_', '-')}"
-            mode = "--for" if args.trainer else "--like"
-            raise ConfigError(f"{flag} is answered for layouts of Meshwright; leave {mode} out")
 
 
 def read_like(args: argparse.Namespace) -> Like | None:

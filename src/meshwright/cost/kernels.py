@@ -60,6 +60,23 @@ class Seconds(NamedTuple):
         return sum(self)
 
 
+class Shown(NamedTuple):
+    """Shares of the messages of tp, cp and ep that no computation ever hides."""
+
+    tp: float
+    cp: float
+    ep: float
+
+    def of(self, seconds: Seconds) -> float:
+        """Return a lower bound of the exposed seconds of a forward and a backward, whatever there
+        is to compute beside them."""
+        return (
+            self.tp * (seconds.tp_forward + seconds.tp_backward)
+            + self.cp * (seconds.cp_forward + seconds.cp_backward)
+            + self.ep * (seconds.ep_forward + seconds.ep_backward)
+        )
+
+
 def _mixed(narrow: float, wide: float, share: float) -> float:
     """Return the mean FLOP/s of matmuls of which the share `share` runs at `wide` and the others at
     `narrow`."""
@@ -145,6 +162,21 @@ class Kernels:
         self.of_experts = find("experts.products", *kinds)
         self.per_experts = find("experts.launch", *kinds)
         self.cast = find("casts", *kinds) if products != precision else 0.0
+
+    def never_hidden(self, cp_kind: str) -> Shown:
+        """Return the shares of messages that are exposed beside any computation.
+
+        All are 0 where messages go through shared memory, whose rate differs from the links' up to
+        a size: their seconds per byte may grow with the bytes.
+        """
+        if self.network.channel:
+            return Shown(0.0, 0.0, 0.0)
+        exposed = max(1 - self.overlap, 0.0)
+        return Shown(
+            exposed if self.system.overlaps_tp else 1.0,
+            exposed if cp_kind == "ring" else 1.0,
+            exposed if self.system.overlaps_shared else 1.0,
+        )
 
     def product(self, shape: Product, peak: float, element: int) -> float:
         """Return the seconds of the forward of a matmul at `peak` FLOP/s, with `element` bytes per

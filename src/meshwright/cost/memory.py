@@ -294,6 +294,20 @@ def activations(
     return with_measured(setting, terms + found_terms)
 
 
+def least_activations(
+    setting: CostInputs, held_layers: RankLayers, share: float, kept_bytes: KeptBytes
+) -> float:
+    """Return a lower bound of the bytes of `activations` on a rank with these layers.
+
+    `share` is a lower bound of the microbatches in flight, over all its layers.
+    """
+    saved = sum(_average(held_layers, per_kind) for per_kind in kept_bytes.saved.values())
+    ends = [kept_bytes.at_work.bytes, kept_bytes.loss.bytes * held_layers.has_head]
+    at_once = max(ends) if CAUSAL[setting.system.attention] else sum(ends)
+    at_once += 2 * kept_bytes.moving
+    return setting.memory_factor * (saved * held_layers.layers * share + at_once)
+
+
 def _held_together(
     layout: Layout, rank: int, microbatches: int, sizes: Mapping[str, float], deferred: float
 ) -> tuple[float, int]:

@@ -75,6 +75,18 @@ def in_flight(layout: Layout, rank: int, microbatches: int) -> float:
     return float(min(limit, virtual * microbatches))
 
 
+def least_in_flight(layout: Layout, microbatches: int) -> float:
+    """Return a lower bound of the activations that rank 0 holds when it holds most, each of one
+    stage and microbatch, whatever the size of what deferred weight gradients hold.
+
+    Ranks of a V hold fewer than `in_flight` if there are few microbatches: those of its table.
+    """
+    order = layout.schedule, layout.pp, layout.virtual_stages
+    if layout.pp == 1 or not SCHEDULES[layout.schedule].is_v:
+        return in_flight(layout, 0, microbatches)
+    return float(max(flight for flight, _ in held_together(*order, 0, microbatches)))
+
+
 @lru_cache(maxsize=8192)
 def held_together(
     schedule: str, pp: int, virtual: int, rank: int, microbatches: int

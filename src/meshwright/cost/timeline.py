@@ -52,22 +52,29 @@ class LayerBytes(NamedTuple):
 
 
 def layer_bytes(
-    program: Program, sizes: Sizes, stage: Stage, kind: LayerSpec, cp_rank: int
+    program: Program,
+    sizes: Sizes,
+    stage: Stage,
+    kind: LayerSpec,
+    cp_rank: int,
+    ops: Iterable[Operation] | None = None,
 ) -> LayerBytes:
-    """Return the bytes that a kind of layer in a stage saves and releases."""
-    first, anew = (
-        [
-            op
-            for op in operations(program, stage, cp_rank=cp_rank, recomputed=recomputed)
-            if op.layer == kind
-        ]
-        for recomputed in (False, True)
-    )
+    """Return the bytes that a kind of layer in a stage saves and releases.
+
+    `ops` are the stage's `operations` on this cp rank, if the caller has them.
+    """
+    if ops is None:
+        ops = operations(program, stage, cp_rank=cp_rank)
+    first = [op for op in ops if op.layer == kind]
+    anew = first
+    if program.layout.recompute != "none":
+        recomputed_ops = operations(program, stage, cp_rank=cp_rank, recomputed=True)
+        anew = [op for op in recomputed_ops if op.layer == kind]
     backward, alive = [], anew
     for need in backward_workspaces(program, sizes, kind):
-        matching = [op for op in alive if op.name.removeprefix("layers.*.") == need.op]
-        backward.append((need, kept(matching)))
-        alive = [op for op in alive if op not in matching]
+        name = f"layers.*.{need.op}"
+        backward.append((need, kept(op for op in alive if op.name == name)))
+        alive = [op for op in alive if op.name != name]
     room = forward_workspace(program, sizes, kind)
     return LayerBytes(kept(first), kept(anew), tuple(backward), kept(alive), room)
 

@@ -348,15 +348,17 @@ def _work(
         saved[op.kind] = saved.get(op.kind, 0.0) + op.saved_bytes
         leaves[op.kind] = leaves.get(op.kind, 0.0) + op.moved_bytes
     kernel = attends(program.model, kind, program.train.seq_len)
-    at_backward = _backward_bytes(program, sizes) if is_layer else (0.0, 0.0)
+    at_backward = _backward_bytes(program, sizes, ops) if is_layer else (0.0, 0.0)
     sizes_kept = tuple(saved.items()), *at_backward, messages, tuple(leaves.items())
     return Work(products, attention, backward, scores, moved, norms, loss, *sizes_kept, kernel)
 
 
-def _backward_bytes(program: Program, sizes: Sizes) -> tuple[float, float]:
-    """Return `deferred` and `at_work` of a layer, from the rows by which `timeline` walks through
-    its backward."""
-    rows = layer_bytes(program, sizes, program.stages[0], program.model.layer(0), 0)
+def _backward_bytes(
+    program: Program, sizes: Sizes, ops: tuple[Operation, ...]
+) -> tuple[float, float]:
+    """Return `deferred` and `at_work` of a layer with these operations, from the rows by which
+    `timeline` walks through its backward."""
+    rows = layer_bytes(program, sizes, program.stages[0], program.model.layer(0), 0, ops)
     deferred = 0
     above = sum(size for _, size in rows.anew) - sum(size for _, size in rows.kept)
     peak_above = above

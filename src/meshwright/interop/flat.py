@@ -12,14 +12,16 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
-
-import yaml
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from meshwright import files
 from meshwright.errors import ConfigError
 from meshwright.parsing import MAX_DIGITS, check_size, parse_json
+
+if TYPE_CHECKING:
+    import yaml
 
 System = Literal[
     "accelerate",
@@ -40,15 +42,20 @@ SYSTEMS: Final[tuple[System, ...]] = get_args(System)
 _MOST_VALUES = 100_000
 
 
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads 1e-5 as a number, as in YAML 1.2; in YAML 1.1 it is text."""
+@lru_cache(maxsize=1)
+def _loader() -> type[yaml.SafeLoader]:
+    """Return a YAML loader that reads 1e-5 as a number, as in YAML 1.2; in YAML 1.1 it is text."""
+    import yaml  # not at the top: most plans read none
 
+    class Loader(yaml.SafeLoader):
+        pass
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
+        list("-+0123456789."),
+    )
+    return Loader
 
 
 def read_text(path: Path) -> str:
@@ -73,7 +80,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
             content = tomllib.loads(text)
         else:
             content = _read_yaml(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         where = " ".join(str(error).split())
         raise ConfigError(f"{path} is not valid {_language(path)}: {where}") from None
     if not isinstance(content, Mapping):
@@ -82,9 +89,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _read_yaml(text: str) -> Any:
+    import yaml
+
     try:
-        content = yaml.load(text, Loader=_Loader)
-    except (RecursionError, OverflowError, TypeError) as error:
+        content = yaml.load(text, Loader=_loader())
+    except (RecursionError, OverflowError, TypeError, yaml.YAMLError) as error:
         raise ValueError(str(error)) from None
     check_size(content, _MOST_VALUES)  # a few aliases of aliases would stand for billions
     return content

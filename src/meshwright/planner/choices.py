@@ -18,7 +18,7 @@ from meshwright.layout import Layout, broken
 from meshwright.layout.rules import divisors
 from meshwright.planner.prices import Fits, preference
 from meshwright.planner.rank import MARGIN
-from meshwright.planner.space import is_worth
+from meshwright.planner.space import most_sequences
 from meshwright.spec.dump import FASTEST, LARGEST
 from meshwright.spec.loading import Config
 from meshwright.spec.model import OF_PADDING
@@ -137,7 +137,8 @@ def fastest(setting: CostInputs, layout: Layout) -> Microbatch | None:
     fits."""
     device, train = setting.cluster.device, setting.train
     fits = Fits(setting, device.memory * (1 - MARGIN))
-    sizes = [size for size in divisors(train.batch // layout.dp) if is_worth(size, train, layout)]
+    largest = most_sequences(train, layout.cp)
+    sizes = [size for size in divisors(train.batch // layout.dp) if size <= largest]
     tried = [layout.model_copy(update={"microbatch": size}) for size in sizes]
     legal = [candidate for candidate in tried if broken(setting.model, train, candidate) is None]
     light = [candidate for candidate in legal if fits.estimate(candidate).total <= fits.limit]

@@ -10,7 +10,8 @@ from meshwright.cost.inputs import CostInputs, layers_of_ranks, may_hold_most
 from meshwright.cost.memory import activations, kept_of, model_states, outside
 from meshwright.layout import Layout
 from meshwright.layout.rules import nf4_rule
-from meshwright.planner.space import Schedule, cores, dominated, schedules, with_schedule
+from meshwright.planner import space
+from meshwright.planner.space import Schedule, dominated, schedules, with_schedule
 from meshwright.spec.training import Offload, Recompute, TrainSpec
 
 
@@ -27,9 +28,8 @@ def divisions(setting: CostInputs, devices: int) -> Iterator[Layout]:
     They have no recomputation and no ZeRO; the batch is one sequence per device.
     """
     one_each = setting.train.model_copy(update={"batch": devices})
-    for core in cores(setting.model, one_each, devices):
-        if core.layout.microbatch == 1 and core.layout.recompute == "none":
-            yield core.layout
+    for division in space.divisions(setting.model, one_each, devices):
+        yield division.layout
 
 
 def lightest_of(

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from operator import ge
+from operator import ge, mul
 from typing import Final
 
 from meshwright.cost.data_messages import UnitSeconds, Waits, data_messages, unit_messages
 from meshwright.cost.host import copy_waits
-from meshwright.cost.inputs import CostInputs, layers_of_ranks, work_of
+from meshwright.cost.inputs import CostInputs, layers_of_ranks, stages_of, work_of
 from meshwright.cost.kernels import Kernels
 from meshwright.cost.memory import KeptBytes, kept_of, model_states
 from meshwright.cost.microbatch import MicrobatchTimes, TimesOfParts
-from meshwright.cost.pipeline import closed_form
+from meshwright.cost.pipeline import closed_form, least_in_flight
 from meshwright.cost.price import (
     Prediction,
     RankMemory,
@@ -41,10 +41,13 @@ from meshwright.planner.space import (
     OF_SCHEDULE,
     OF_SHARDING,
     Core,
+    Division,
     Pins,
     Schedule,
     ZeroSharding,
+    as_fixed,
     dominated,
+    most_sequences,
     obeys,
     offloads,
     schedules,
@@ -56,6 +59,9 @@ from meshwright.spec.training import Offload
 
 # Below this share of the limit a closed form, some percent off, is not looked into.
 _SURE: Final = 0.9
+
+# A bound that is computed in another order than what it bounds is lowered by more than rounding.
+_ROUNDED: Final = 1 - 1e-9
 
 # Share of the time that each further word of a layout's label, or stage, has to earn. Predictions
 # are a few percent off, so of layouts that are about as fast the simplest is the one to run.
@@ -141,6 +147,7 @@ class Shardings:
     def __init__(self, setting: CostInputs, kernels: Kernels, pins: Pins) -> None:
         self.setting, self.kernels, self.pins = setting, kernels, pins
         self._known: dict[tuple[object, ...], list[Choice]] = {}
+        self._priced: dict[tuple[object, ...], tuple[tuple[float, ...], Choice]] = {}
         self._least: dict[tuple[object, ...], float] = {}
         self._units: dict[tuple[object, ...], UnitSeconds] = {}
         self._states: dict[tuple[object, ...], float] = {}
@@ -153,63 +160,80 @@ class Shardings:
         `offloaded` are the values of `layout.offload` to try.
         """
         often = self._often(division) if "params" in offloaded else ()
-        key = (*_degrees(division), offloaded, self._is_summed(division), often)
+        degrees = *_degrees(division), self._is_summed(division)
+        key = *degrees, offloaded, often
         if key not in self._known:
             self._known[key] = _best_somewhere(
                 [
-                    self._choice(division, layout, sharding, offload)
+                    self._choice(division, sharding, offload, degrees)
                     for sharding in shardings(
                         division.dp_replicate, division.cp, division.expert_data
                     )
                     for offload in offloads(sharding.zero, offloaded)
-                    for layout in [with_sharding(division, sharding, offload)]
-                    if obeys(self.pins, layout, OF_SHARDING)
+                    if self._obeys(division, sharding, offload)
                 ]
             )
         return self._known[key]
 
-    def least_states(self, division: Layout, offloaded: tuple[Offload, ...]) -> float:
-        """Return the fewest bytes of model states on the first pipeline rank, over all ZeRO stages.
+    def least_states(
+        self, division: Layout, held_layers: RankLayers, offloaded: tuple[Offload, ...]
+    ) -> float:
+        """Return the fewest bytes of model states on a rank with these layers, over all ZeRO
+        stages.
 
         `offloaded` are the values of `layout.offload` to try. Infinite if no choice is legal.
         """
-        key = (*_degrees(division), offloaded, self._is_summed(division))
+        key = (*_degrees(division), held_layers, offloaded, self._is_summed(division))
         if key not in self._least:
             self._least[key] = min(
                 (
-                    sum(term.bytes for term in model_states(self.setting, layout, held_layers[0]))
+                    self._states_of(layout, held_layers, self._alike(layout))
                     for sharding in shardings(
                         division.dp_replicate, division.cp, division.expert_data
                     )
                     for offload in offloads(sharding.zero, offloaded)
+                    if self._obeys(division, sharding, offload)
                     for layout in [with_sharding(division, sharding, offload)]
-                    if obeys(self.pins, layout, OF_SHARDING)
-                    for held_layers in [layers_of_ranks(self.setting, layout)]
                 ),
                 default=math.inf,
             )
         return self._least[key]
 
+    def _obeys(self, division: Layout, sharding: ZeroSharding, offload: Offload) -> bool:
+        if not self.pins:
+            return True
+        return obeys(self.pins, with_sharding(division, sharding, offload), OF_SHARDING)
+
     def _choice(
-        self, division: Layout, layout: Layout, sharding: ZeroSharding, offload: Offload
+        self,
+        division: Layout,
+        sharding: ZeroSharding,
+        offload: Offload,
+        degrees: tuple[object, ...],
     ) -> tuple[tuple[float, ...], Choice]:
-        """Return the costs by which choices are compared, and the choice.
+        """Return the costs by which choices are compared, and the choice; cached.
 
         The costs are seconds per step, the largest messages of a microbatch, and bytes of model
-        states on the first and the last pipeline rank.
+        states on the first and the last pipeline rank. `degrees` are those that they depend on.
         """
-        held_layers, key = layers_of_ranks(self.setting, layout), self._alike(layout)
-        first, last = (
-            self._states_of(layout, held_layers[rank], key) for rank in (0, division.pp - 1)
-        )
-        unit = self._unit(layout)
-        choice = Choice(sharding, offload, unit, (first, last))
-        sent, update = self.once(division, choice, held_layers[0])
-        return (sent + update, *unit.largest, first, last), choice
+        # Weights on the host are copied for each microbatch.
+        often = self._often(division) if offload == "params" else ()
+        known = (*degrees, sharding, offload, often)
+        if known not in self._priced:
+            layout = with_sharding(division, sharding, offload)
+            held_layers, key = layers_of_ranks(self.setting, layout), self._alike(layout)
+            first, last = (
+                self._states_of(layout, held_layers[rank], key) for rank in (0, division.pp - 1)
+            )
+            unit = self._unit(layout)
+            choice = Choice(sharding, offload, unit, (first, last))
+            sent, update = self.once(division, choice, held_layers[0])
+            self._priced[known] = (sent + update, *unit.largest, first, last), choice
+        return self._priced[known]
 
     def _states_of(self, layout: Layout, held_layers: RankLayers, key: tuple[object, ...]) -> float:
-        """Return the bytes of model states on a rank with these layers; `key` is
-        `_alike(layout)`."""
+        """Return the bytes of model states on a rank with these layers; `key` has what else they
+        depend on."""
         key = *key, held_layers
         if key not in self._states:
             terms = model_states(self.setting, layout, held_layers)
@@ -306,6 +330,10 @@ class Prices:
         self._of_parts = TimesOfParts(setting, self.kernels)
         self._times: dict[tuple[object, ...], MicrobatchTimes] = {}
         self._kept: dict[tuple[object, ...], KeptBytes] = {}
+        self._least: dict[tuple[object, ...], float] = {}
+        self._floors: dict[tuple[object, ...], float] = {}
+        stage = stages_of(setting.model, 1, setting.train.seq_len, setting.system.even_stages)
+        self._kinds = RankLayers.of(setting.model, stage).kinds
 
     def parts(self, layout: Layout, defers: bool = False) -> MicrobatchTimes:
         """Return the seconds of a layout's microbatch by part; cached by `shape_of` the layout.
@@ -317,14 +345,33 @@ class Prices:
             self._times[key] = self._of_parts.of(layout)
         return self._times[key]
 
-    def least_parts(self, layout: Layout) -> MicrobatchTimes:
-        """Return a lower bound of `parts` over the recomputation policies: the seconds without
-        any."""
-        *shape, _, moves = shape_of(layout)
-        key = (*shape, "none", moves, False)
-        if key not in self._times:
-            self.parts(layout.model_copy(update={"recompute": "none"}))
-        return self._times[key]
+    def least(self, division: Division, microbatch: int) -> float:
+        """Return the seconds of a microbatch of so many sequences in the whole model, without
+        recomputation: a lower bound over the recomputation policies."""
+        key = (*_cut(division.layout), microbatch)
+        if key not in self._least:
+            layout = division.layout.model_copy(update={"microbatch": microbatch})
+            layers, first, last = self.parts(layout).totals
+            self._least[key] = sum(map(mul, layers, self._kinds)) + first + last
+        return self._least[key]
+
+    def floor(self, division: Division) -> float:
+        """Return a lower bound of the seconds per sequence in all layers, over the microbatches
+        that are considered and the recomputation policies.
+
+        Seconds per sequence of matmuls (fuller tiles), launches and messages (latencies) are least
+        in the largest microbatch, and so are those of their sums and maxima. Of a message, only
+        what is never hidden counts.
+        """
+        key = _cut(division.layout)
+        if key not in self._floors:
+            train, layout = self.setting.train, division.layout
+            largest = most_sequences(train, layout.cp)
+            parts = self.parts(layout.model_copy(update={"microbatch": largest}))
+            shown = self.kernels.never_hidden(layout.cp_kind)
+            layers = (layer.forward + layer.backward + shown.of(layer) for layer in parts.layers)
+            self._floors[key] = _ROUNDED * sum(map(mul, layers, self._kinds)) / largest
+        return self._floors[key]
 
     def kept_of(self, layout: Layout) -> KeptBytes:
         """Return the bytes that a layout's microbatch saves for its backward:
@@ -354,6 +401,11 @@ class KnownPrices:
                 return known
         self._last = [Prices(setting, pins), *self._last[: _MOST - 1]]
         return self._last[0]
+
+
+def _cut(layout: Layout) -> tuple[object, ...]:
+    """Return how a layout divides the work of a sequence, as a cache key."""
+    return layout.tp, layout.sp, layout.cp, layout.cp_kind, layout.ep, layout.etp
 
 
 def shape_of(layout: Layout) -> tuple[object, ...]:
@@ -435,6 +487,10 @@ class Paces:
         self._setting, self._prices = setting, prices
         # By core: the limit that they are below, and the schedules that are not.
         self._known: dict[Layout, tuple[float, list[Pace], Counter[str]]] = {}
+        self._in_flight: dict[tuple[int, int], dict[RankLayers, float]] = {}
+        # The user fixed a schedule by a value; a set has those of another trainer.
+        pinned = (prices.pins.get(key) for key in OF_SCHEDULE)
+        self._is_fixed = any(not isinstance(value, frozenset | None) for value in pinned)
 
     def below(
         self, core: Core, orders: Sequence[Schedule], limit: float
@@ -445,20 +501,14 @@ class Paces:
         `orders` are the schedules to try. A pace has no data-parallel messages, and is thus the
         same for each ZeRO stage.
         """
-        layout, layers, count = core.layout, self._setting.model.n_layers, core.microbatches
+        layout, count = core.layout, core.microbatches
         known = self._known.get(layout)
         if known is not None and limit <= known[0]:
             return known[1:]
         transfer = transfer_seconds(self._prices.kernels, layout, work_of(self._setting, layout))
         paces, slow = list[Pace](), Counter[str]()
-        # The user fixed a schedule by a value; a set has those of another trainer.
-        pinned = (self._prices.pins.get(key) for key in OF_SCHEDULE)
-        is_fixed = any(not isinstance(value, frozenset | None) for value in pinned)
-        is_even = self._setting.system.even_stages
         for order in orders:
-            reason = None
-            if not is_fixed:
-                reason = dominated(order, layers, layout.pp, count, is_even=is_even)
+            reason = self.loses(order, layout.pp, count)
             if reason is None:
                 pace = self.pace(layout, order, count, transfer)
                 if pace.plain[1] < limit:
@@ -467,6 +517,32 @@ class Paces:
             slow[reason or "slower"] += 1
         self._known[layout] = limit, paces, slow
         return paces, slow
+
+    def loses(self, order: Schedule, pp: int, count: int) -> str | None:
+        """Return why a schedule is not priced: `dominated`, unless the user fixed it."""
+        if self._is_fixed:
+            return None
+        layers, is_even = self._setting.model.n_layers, self._setting.system.even_stages
+        return dominated(order, layers, pp, count, is_even=is_even)
+
+    def least_held(self, pp: int, count: int) -> Mapping[RankLayers, float]:
+        """Return the fewest microbatches in flight on the first rank over the schedules that are
+        priced, by the layers that it holds.
+
+        `count` is the number of microbatches.
+        """
+        key = pp, count
+        if key not in self._in_flight:
+            shares: dict[RankLayers, float] = {}
+            pins, layers = self._prices.pins, self._setting.model.n_layers
+            for order in as_fixed(pins, schedules(pp, layers, count)):
+                if self.loses(order, pp, count) is None:
+                    layout = with_schedule(Layout(pp=pp), order)
+                    held_layers = layers_of_ranks(self._setting, layout)[0]
+                    share = least_in_flight(layout, count) / order.virtual
+                    shares[held_layers] = min(share, shares.get(held_layers, share))
+            self._in_flight[key] = shares
+        return self._in_flight[key]
 
     def pace(self, core_layout: Layout, schedule: Schedule, count: int, transfer: float) -> Pace:
         """Return the pace of a core in a schedule.

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import heapq
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter, mul
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from meshwright.cost.data_messages import UnitSeconds, Waits, data_wait, unit_waits
 from meshwright.cost.host import copy_waits
 from meshwright.cost.inputs import CostInputs, stages_of
-from meshwright.cost.memory import activations
+from meshwright.cost.memory import activations, least_activations
 from meshwright.cost.price import Prediction, RankMemory, worst_memory
 from meshwright.cost.step import host_seconds
 from meshwright.cost.work import RankLayers
@@ -31,16 +32,17 @@ from meshwright.planner.prices import (
     shape_of,
 )
 from meshwright.planner.space import (
-    OF_CORE,
+    OF_DIVISION,
     Core,
+    Counts,
+    Division,
     Pins,
     Schedule,
     admits,
     as_fixed,
-    cores,
+    divisions,
     obeys,
     schedules,
-    size_of,
     with_schedule,
     with_sharding,
 )
@@ -73,9 +75,6 @@ _ON_REQUEST = (
     "offload of activations: only on request (layout.offload = activations), or where nothing else "
     "fits, since hosts may have to hold terabytes"
 )
-# What the lightest schedule holds on the first rank, in what 1F1B holds there: ZBV with as many
-# microbatches as ranks has half of them in flight.
-_LEAST_IN_FLIGHT = 0.5
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,28 @@ class Found:
     unfit_layout: Layout | None
 
 
-# The fastest layout of a core that fits, with its seconds, and what was ruled out on the way.
-_Best = tuple[tuple[float, Layout] | None, Counter[str]]
+# The seconds below which a core's layouts were sought, the fastest that fits with its seconds, and
+# what was ruled out on the way.
+_Best = tuple[float, tuple[float, Layout] | None, Counter[str]]
 # The fastest layout of each division of the devices, with its seconds.
 _OfDivisions = dict[tuple[int, ...], tuple[float, Layout]]
-# Cores, and the offloads that are tried with them.
-_Pass = tuple[list[Core], tuple[Offload, ...]]
+# The offloads that a pass of the search tries.
+_Pass = tuple[Offload, ...]
+
+
+class _Node(NamedTuple):
+    """What a search has still to look into: a division, one with a single microbatch, or a core.
+
+    `bound` is a lower bound of its step time in seconds. Among equal bounds, `order` decides: the
+    group, microbatch, recomputation and number of the division. `level` is 0, 1 or 2.
+    """
+
+    bound: float
+    order: tuple[int, int, int, int]
+    level: int
+    choice: Division | Core
+
+
 # Seconds, the place of the choice among its core's, a schedule and a choice.
 _Candidate = tuple[float, int, Schedule, Choice]
 
@@ -135,58 +150,62 @@ class Search:
         self._kinds = RankLayers.of(setting.model, stage).kinds
         self._held: dict[tuple[object, ...], float] = {}
         self._bests: dict[tuple[object, ...], _Best] = {}
+        self._opened: dict[tuple[object, ...], list[_Node]] = {}
+        self._idle: dict[tuple[int, int, int], float] = {}
+        self.counts = Counts(setting.model.n_layers, self.pins)
+        self._divisions = self._legal()
         self._paces = Paces(setting, self.prices)
 
     @uncollected()
     def run(self, top: int) -> Found:
         """Return the best layout of each of the `top` best kinds (see `Found`).
 
-        Branch and bound: cores are tried in the order of a lower bound of their step time. A core
-        whose bound exceeds the worst layout still listed is skipped without being priced. A cheaper
-        bound, the time without recomputation, comes first, and is enough for most cores.
+        Branch and bound: divisions, their microbatches and cores are tried in the order of a lower
+        bound of their step time, each tighter than the one before. What exceeds the worst layout
+        still listed is skipped, with all that is below it, without being priced.
         """
-        everything = self._cores()
-        order = sorted((self._least(core), index) for index, core in enumerate(everything))
-        first, moving = self._passes(everything)
-        considered = sum(
-            self._size_of(pass_cores, offloaded) for pass_cores, offloaded in (*first, *moving)
-        )
-        ranked = self._fitting(first, order, top)
+        first, moving = self._passes()
+        starts = self._starts()
+        considered = sum(map(self._size_of, (*first, *moving)))
+        ranked = self._fitting(first, starts, top)
         if not ranked:
-            ranked = self._fitting(moving, order, top)
+            ranked = self._fitting(moving, starts, top)
         elif moving:
-            untried = sum(self._size_of(pass_cores, offloaded) for pass_cores, offloaded in moving)
-            self.reasons[_ON_REQUEST] += untried
+            self.reasons[_ON_REQUEST] += sum(map(self._size_of, moving))
         layout = None if ranked else self._nearest()
         memory = worst_memory(self.setting, layout) if layout else None
         reasons = {reason: count for reason, count in self.reasons.most_common() if count}
         return Found(self.setting, tuple(ranked), considered, reasons, memory, layout)
 
-    def _passes(self, everything: list[Core]) -> tuple[list[_Pass], list[_Pass]]:
-        """Return the passes of the search, and those for when nothing fits: cores with offloads to
+    def _starts(self) -> list[_Node]:
+        """Return a heap of the nodes of all divisions."""
+        starts = [
+            _Node(self._floor(division), (division.group, 0, 0, division.number), 0, division)
+            for division in self._divisions
+        ]
+        heapq.heapify(starts)
+        return starts
+
+    def _passes(self) -> tuple[list[_Pass], list[_Pass]]:
+        """Return the passes of the search, and those for when nothing fits, each by the offloads to
         try.
 
         The first pass has no offload: its layouts are mostly the fastest, and their step times rule
         out most layouts of the next pass by the time of their microbatches alone.
         """
-        update = {"offload": "activations"}
-        moving = [
-            core._replace(layout=core.layout.model_copy(update=update)) for core in everything
-        ]
         is_free, pinned = "offload" not in self.pins, self.pins.get("offload")
-        first: list[_Pass] = [(everything, ("none",)), (everything, ("optimizer", "params"))]
+        first: list[_Pass] = [("none",), ("optimizer", "params")]
         first = [
-            search_pass
-            for search_pass in first
-            if is_free or any(admits(pinned, offload) for offload in search_pass[1])
+            offloaded
+            for offloaded in first
+            if is_free or any(admits(pinned, offload) for offload in offloaded)
         ]
         moves = is_free or admits(pinned, "activations")
-        return first, [(moving, ("activations",))] if moves else []
+        return first, [("activations",)] if moves else []
 
-    def _size_of(self, pass_cores: list[Core], offloaded: tuple[Offload, ...] | None = None) -> int:
-        """Return the number of legal layouts that the cores stand for: see `space.size_of`."""
-        layers, pins = self.setting.model.n_layers, self.pins
-        return sum(size_of(core, layers, offloaded, pins) for core in pass_cores)
+    def _size_of(self, offloaded: _Pass) -> int:
+        """Return the number of legal layouts with these values of `layout.offload`."""
+        return sum(self.counts.of_division(division, offloaded) for division in self._divisions)
 
     def _nearest(self) -> Layout | None:
         """Return the layout that exceeds the memory limit least, for a search in which none
@@ -202,18 +221,18 @@ class Search:
         ]
         return min(legal, key=lambda candidate: self.fits.estimate(candidate).total, default=None)
 
-    def _fitting(
-        self, passes: list[_Pass], order: list[tuple[float, int]], top: int
-    ) -> list[Prediction]:
+    def _fitting(self, passes: list[_Pass], starts: list[_Node], top: int) -> list[Prediction]:
         """Return the prices of the best layout of each of the `top` best kinds; all of them fit.
 
         If the exact memory of one exceeds the limit although its estimate did not, searches again.
         """
-        reasons_before = self.reasons.copy()
+        reasons_before, best = self.reasons.copy(), _OfDivisions()
         while True:
-            best: _OfDivisions = {}
-            for pass_cores, offloaded in passes:
-                self._pass(pass_cores, order, top, offloaded, best)
+            for offloaded in passes:
+                self._pass(starts, top, offloaded, best)
+            # What is slower was come across or not, as the order of the search had it.
+            worst = _worst(best, top)
+            best = {degrees: fastest for degrees, fastest in best.items() if fastest[0] <= worst}
             fastest = heapq.nsmallest(_COMPARED, best.values(), key=itemgetter(0))
             best_layouts = {layout for _, layout in [*fastest, *_of_kinds(best).values()]}
             timed = sorted(map(self.fits.timed, best_layouts), key=preference)
@@ -222,66 +241,112 @@ class Search:
                 # The first is preferred; why each other is not shows best in order of their time.
                 return [*priced[:1], *sorted(priced[1:], key=_seconds_of)]
             self.reasons = reasons_before.copy()
+            # The others stay the best of their divisions: none was skipped for a faster one.
+            best = {
+                degrees: fastest for degrees, fastest in best.items() if self._still_fits(fastest)
+            }
 
-    def _cores(self) -> list[Core]:
-        """Return the legal cores that have the layout keys that the user fixed."""
-        legal = cores(self.setting.model, self.setting.train, self.devices)
+    def _legal(self) -> list[Division]:
+        """Return the legal divisions that have the layout keys that the user fixed."""
+        legal = divisions(self.setting.model, self.setting.train, self.devices)
         if not self.pins:
             return list(legal)
-        matching = [core for core in legal if obeys(self.pins, core.layout, OF_CORE)]
+        matching = [choice for choice in legal if obeys(self.pins, choice.layout, OF_DIVISION)]
         sp = self.pins.get("sp")
         if sp is None:
             return matching
         # Without tp there is no sequence to split: sp = true changes nothing.
         return [
-            core._replace(layout=layout.model_copy(update={"sp": bool(sp and layout.sp)}))
-            for core in matching
-            for layout in [core.layout]
+            division._replace(layout=layout.model_copy(update={"sp": bool(sp and layout.sp)}))
+            for division in matching
+            for layout in [division.layout]
             if (layout.sp or not sp or layout.tp == 1) and (sp or layout.folds == 1)
         ]
 
-    def _pass(
-        self,
-        everything: list[Core],
-        order: list[tuple[float, int]],
-        top: int,
-        offloaded: tuple[Offload, ...],
-        best: _OfDivisions,
-    ) -> None:
-        """Search the cores with these offloads, and update the best layout by parallel degrees in
-        `best`.
+    def _pass(self, starts: list[_Node], top: int, offloaded: _Pass, best: _OfDivisions) -> None:
+        """Search with these offloads, and update the best layout by parallel degrees in `best`.
 
-        `order` has (lower bound in seconds, index of the core), sorted.
+        `starts` is a heap of all divisions.
         """
-        worst, heap, bounded = _worst(best, top), order.copy(), set[int]()
+        worst, heap, tried = _worst(best, top), starts.copy(), 0
         while heap:
-            bound, index = heapq.heappop(heap)
-            core = everything[index]
-            division_best = best.get(core.degrees)
+            node = heapq.heappop(heap)
+            division_best = best.get(node.choice.degrees)
+            if node.bound >= worst:  # and so are all that are left
+                break
             limit = min(worst, division_best[0] if division_best else worst)
-            if bound < limit and index not in bounded:
-                bounded.add(index)
-                bound = self._bound(core)
-                if heap and (bound, index) > heap[0]:
-                    heapq.heappush(heap, (bound, index))
-                    continue
-            if bound >= limit:
-                slow = [core]
-                if bound >= worst:  # and so are all that are left
-                    slow += (everything[position] for _, position in heap)
-                    heap.clear()
-                layout_count = self._size_of(slow, offloaded)
-                self.reasons["slower by the time of its microbatches alone"] += layout_count
+            if node.bound >= limit:
                 continue
-            improved = self._best_again(index, core, limit, offloaded)
+            if not isinstance(node.choice, Core):
+                for below in self._below(node, offloaded):
+                    heapq.heappush(heap, below)
+                continue
+            tried += self.counts.of_core(node.choice, offloaded)
+            improved = self._best_again(node, limit, offloaded)
             if improved is not None:
-                best[core.degrees] = improved
+                best[node.choice.degrees] = improved
                 worst = _worst(best, top)
+        slower = self._size_of(offloaded) - tried
+        self.reasons["slower by the time of its microbatches alone"] += slower
 
-    def _least(self, core: Core) -> float:
-        """Return a cheap lower bound of `_bound`: the seconds of the core's step without
-        recomputation."""
-        return self._evenly(core, self.prices.least_parts(core.layout).totals)
+    def _below(self, node: _Node, offloaded: _Pass) -> list[_Node]:
+        """Return the microbatches of a division, or the cores of a microbatch, with their
+        bounds."""
+        key = node.order, node.level, "activations" in offloaded
+        if key not in self._opened:
+            below = self._cores(node, offloaded) if node.level else self._microbatches(node)
+            self._opened[key] = below
+        return self._opened[key]
+
+    def _microbatches(self, node: _Node) -> list[_Node]:
+        division, (group, *_, number) = node.choice, node.order
+        assert isinstance(division, Division)
+        pinned = self.pins.get("microbatch")
+        return [
+            _Node(
+                self._evenly(
+                    division.degrees[0],
+                    division.sequences // size,
+                    self.prices.least(division, size),
+                ),
+                (group, place, 0, number),
+                1,
+                division._replace(microbatches=(size,)),
+            )
+            for place, size in enumerate(division.microbatches)
+            if pinned is None or admits(pinned, size)
+        ]
+
+    def _cores(self, node: _Node, offloaded: _Pass) -> list[_Node]:
+        division, (group, place, _, number) = node.choice, node.order
+        assert isinstance(division, Division)
+        offload: Offload = "activations" if "activations" in offloaded else "none"
+        (microbatch,) = division.microbatches
+        cores = [division.core(microbatch, policy, offload) for policy in self.counts.recomputes]
+        return [
+            _Node(self._bound(core), (group, place, index, number), 2, core)
+            for index, core in enumerate(cores)
+        ]
+
+    def _floor(self, division: Division) -> float:
+        """Return a lower bound of the step time of a division's layouts, in seconds."""
+        pp, count = division.degrees[0], division.sequences
+        idle = self._least_idle(division)
+        layers = count * self.prices.floor(division) / pp * (1 + idle)
+        fewest = count // division.microbatches[-1]
+        return layers + host_seconds(self.kernels, fewest)
+
+    def _least_idle(self, division: Division) -> float:
+        """Return the smallest pipeline bubble over a division's microbatches, as in `_evenly`."""
+        pp, count, sizes = division.degrees[0], division.sequences, division.microbatches
+        key = pp, count, len(sizes)
+        if key not in self._idle:
+            layers = self.setting.model.n_layers
+            smallest = (
+                min(least_idle(pp, layers, count // size) for size in sizes) if pp > 1 else 0.0
+            )
+            self._idle[key] = smallest * min(self.kernels.idle, 1.0)
+        return self._idle[key]
 
     def _bound(self, core: Core) -> float:
         """Return a lower bound of the step time of a core's layouts, in seconds.
@@ -294,17 +359,13 @@ class Search:
         if layout.offload == "activations":
             waits = copy_waits(self.setting, self.kernels, layout, parts)
             layers = tuple(map(sum, zip(layers, waits.forward, waits.backward, strict=True)))
-        return self._evenly(core, (layers, first, last))
-
-    def _evenly(self, core: Core, seconds: tuple[Sequence[float], float, float]) -> float:
-        """Return the seconds of a step whose work is spread evenly over the pipeline, with the
-        least bubble.
-
-        `seconds` are those of a microbatch: per kind of layer, and of the ends of the model.
-        """
-        count, pp, (layers, first, last) = core.microbatches, core.degrees[0], seconds
         layer_seconds: float = sum(map(mul, layers, self._kinds))
-        microbatches: float = count * (layer_seconds + first + last) / pp
+        return self._evenly(core.degrees[0], core.microbatches, layer_seconds + first + last)
+
+    def _evenly(self, pp: int, count: int, seconds: float) -> float:
+        """Return the seconds of a step of `count` microbatches of so many seconds, spread evenly
+        over `pp` stages, with the least bubble."""
+        microbatches = count * seconds / pp
         if pp > 1:
             idle = least_idle(pp, self.setting.model.n_layers, count)
             # More than all of it is idle where stages differ, and the slowest has less to wait for.
@@ -312,21 +373,25 @@ class Search:
         return microbatches + host_seconds(self.kernels, count)
 
     def _best_again(
-        self, index: int, core: Core, limit: float, offloaded: tuple[Offload, ...]
+        self, node: _Node, limit: float, offloaded: _Pass
     ) -> tuple[float, Layout] | None:
-        """Return `_best_of` a core, from the cache unless that layout turned out not to fit."""
+        """Return `_best_of` a core's node, from the cache unless that layout turned out not to
+        fit."""
+        assert isinstance(node.choice, Core)
         # Where nothing was too large yet, a core that is gets looked into for the nearest layout.
-        key = (index, limit, offloaded, self.nearest is None)
+        key = (node.order, offloaded, self.nearest is None)
         known = self._bests.get(key)
-        if known is None or (known[0] is not None and not self._still_fits(known[0][1])):
+        # What was sought below a higher limit is known below this one, too.
+        if known is None or known[0] < limit or not self._still_fits(known[1]):
             before, self.reasons = self.reasons, Counter[str]()
-            known = self._best_of(core, limit, offloaded), self.reasons
+            known = limit, self._best_of(node.choice, limit, offloaded), self.reasons
             self._bests[key], self.reasons = known, before
-        self.reasons.update(known[1])
-        return known[0]
+        _, fastest, reasons = known
+        self.reasons.update(reasons)
+        return None if fastest is None or fastest[0] >= limit else fastest
 
-    def _still_fits(self, layout: Layout) -> bool:
-        return self.fits.estimate(layout).total <= self.limit
+    def _still_fits(self, fastest: tuple[float, Layout] | None) -> bool:
+        return fastest is None or self.fits.estimate(fastest[1]).total <= self.limit
 
     def _best_of(
         self, core: Core, limit: float, offloaded: tuple[Offload, ...]
@@ -335,16 +400,13 @@ class Search:
         `limit`."""
         core_layout, setting = core.layout, self.setting
         layers, count = setting.model.n_layers, core_layout.microbatches(setting.train.batch)
-        least_bytes = _LEAST_IN_FLIGHT * self._activations(core_layout, 0)
-        if self._is_too_large(
-            least_bytes + self.prices.shardings.least_states(core_layout, offloaded)
-        ):
-            self.reasons["does not fit"] += self._size_of([core], offloaded)
+        if self._is_too_large(self._least_bytes(core, offloaded)):
+            self.reasons["does not fit"] += self.counts.of_core(core, offloaded)
             return None
         orders = as_fixed(self.pins, schedules(core_layout.pp, layers, count))
         paces, slow = self._paces.below(core, orders, limit)
         if not any(pace.plain[1] < limit for pace in paces):
-            layouts_per_order = self._size_of([core], offloaded) // max(len(orders), 1)
+            layouts_per_order = self.counts.of_core(core, offloaded) // max(len(orders), 1)
             for reason, number in slow.items():
                 self.reasons[reason] += number * layouts_per_order
             self.reasons["slower"] += len(paces) * layouts_per_order
@@ -372,6 +434,21 @@ class Search:
                 continue
             self._note_unfit(memory.total, core_layout, schedule, choice)
         return None
+
+    def _least_bytes(self, core: Core, offloaded: tuple[Offload, ...]) -> float:
+        """Return a lower bound of the bytes of tensors on a core's first rank, over its schedules
+        and ZeRO stages; infinite if it has none."""
+        kept_bytes, shardings = self.prices.kept_of(core.layout), self.prices.shardings
+        return min(
+            (
+                least_activations(self.setting, held_layers, share, kept_bytes)
+                + shardings.least_states(core.layout, held_layers, offloaded)
+                for held_layers, share in self._paces.least_held(
+                    core.layout.pp, core.microbatches
+                ).items()
+            ),
+            default=math.inf,
+        )
 
     def _is_too_large(self, least_bytes: float) -> bool:
         """Whether this many bytes do not fit, and a layout closer to fitting is already known."""

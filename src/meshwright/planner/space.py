@@ -23,7 +23,7 @@ from meshwright.spec.training import ContextKind, Offload, Recompute, TrainSpec,
 # A microbatch of more tokens fills a device no better, and larger ones only need more memory.
 _MICROBATCH_TOKENS = 131072
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-_OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "params")
+_CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "ulysses")
 
 
 # Schedules that others beat wherever these are legal, too, and why.
@@ -36,8 +36,9 @@ _DOMINATED = {
     ),
 }
 
-# Keys of a layout that a core has; the others are the sharding's and the schedule's.
-OF_CORE = ("pp", "cp", "tp", "ep", "etp", "cp_kind", "microbatch", "recompute")
+# Keys of a layout that a division has; a core adds microbatch and recomputation. The others are the
+# sharding's and the schedule's.
+OF_DIVISION = ("pp", "cp", "tp", "ep", "etp", "cp_kind")
 OF_SHARDING = ("dp_replicate", "dp_shard", "zero", "offload")
 OF_SCHEDULE = ("schedule", "virtual_stages")
 Pins = Mapping[str, object]
@@ -67,11 +68,29 @@ class Core(NamedTuple):
     microbatches: int
     expert_data: int
 
-    @classmethod
-    def of(cls, layout: Layout, train: TrainSpec) -> Core:
-        """Return the core of a layout that has no ZeRO stage and no schedule yet."""
-        degrees = layout.pp, layout.dp_replicate, layout.cp, layout.tp, layout.ep, layout.expert_tp
-        return cls(layout, degrees, layout.microbatches(train.batch), layout.expert_data)
+
+class Division(NamedTuple):
+    """Legal parallel degrees, with the way of context parallelism.
+
+    `layout` has them, with the simplest value of every other key. `sequences` are those of a
+    data-parallel rank in a step, and `microbatches` the numbers of sequences to choose a microbatch
+    from. `degrees` and `expert_data` are those of its cores. Divisions with the same degrees but
+    for those of experts have the same `group`, and are numbered by `number`.
+    """
+
+    layout: Layout
+    degrees: tuple[int, ...]
+    expert_data: int
+    sequences: int
+    microbatches: tuple[int, ...]
+    group: int
+    number: int
+
+    def core(self, microbatch: int, recompute: Recompute, offload: Offload = "none") -> Core:
+        """Return the core with this microbatch, in sequences, and this recomputation."""
+        keys = {"microbatch": microbatch, "recompute": recompute, "offload": offload}
+        layout = self.layout.model_copy(update=keys)
+        return Core(layout, self.degrees, self.sequences // microbatch, self.expert_data)
 
 
 class Schedule(NamedTuple):
@@ -88,42 +107,35 @@ class ZeroSharding(NamedTuple):
     shards: int
 
 
-def cores(model: ModelSpec, train: TrainSpec, devices: int) -> Iterator[Core]:
-    """Yield the legal cores on `devices` devices, over degrees, `cp_kind`, microbatch,
-    recomputation."""
+def divisions(model: ModelSpec, train: TrainSpec, devices: int) -> Iterator[Division]:
+    """Yield the legal divisions of `devices` devices."""
+    group = 0
     for tp in divisors(devices):
         for cp in divisors(devices // tp):
             for pp in divisors(devices // tp // cp):
                 dp = devices // tp // cp // pp
                 if pp > most_stages(model.n_layers) or train.batch % dp:
                     continue
-                yield from _of_degrees(model, train, pp, dp, cp, tp)
+                for kind in _CONTEXT_KINDS if cp > 1 else _CONTEXT_KINDS[:1]:
+                    sp = tp > 1 and not train.seq_len // cp % tp
+                    plain = Layout(dp_replicate=dp, cp=cp, tp=tp, cp_kind=kind, sp=sp)
+                    if broken(model, train, plain) is None:
+                        yield from _of_degrees(model, train, plain, pp, group)
+                        group += 1
 
 
 def _of_degrees(
-    model: ModelSpec, train: TrainSpec, pp: int, dp: int, cp: int, tp: int
-) -> Iterator[Core]:
-    kinds: tuple[ContextKind, ...] = ("ring", "ulysses") if cp > 1 else ("ring",)
-    for kind in kinds:
-        plain = Layout(
-            dp_replicate=dp, cp=cp, tp=tp, cp_kind=kind, sp=tp > 1 and not train.seq_len // cp % tp
-        )
-        if broken(model, train, plain) is not None:
-            continue
-        shared_out = tuple(_shared_out(model, plain))
-        for microbatch in divisors(train.batch // dp):
-            if not is_worth(microbatch, train, plain):
-                break
-            changes = {"pp": pp, "microbatch": microbatch}
-            plain_cores = [
-                Core.of(plain.model_copy(update={**changes, "ep": ep, "etp": etp}), train)
-                for ep, etp in shared_out
-            ]
-            yield from plain_cores
-            for recompute in RECOMPUTES[1:]:
-                for core in plain_cores:
-                    layout = core.layout.model_copy(update={"recompute": recompute})
-                    yield core._replace(layout=layout)
+    model: ModelSpec, train: TrainSpec, plain: Layout, pp: int, group: int
+) -> Iterator[Division]:
+    """Yield the divisions with the degrees of `plain` and `pp` stages: those of experts differ."""
+    dp, cp, tp = plain.dp_replicate, plain.cp, plain.tp
+    sequences = train.batch // dp
+    largest = most_sequences(train, cp)
+    microbatches = tuple(size for size in divisors(sequences) if size <= largest)
+    for number, (ep, etp) in enumerate(_shared_out(model, plain)):
+        layout = plain.model_copy(update={"pp": pp, "ep": ep, "etp": etp})
+        degrees = pp, dp, cp, tp, ep, layout.expert_tp
+        yield Division(layout, degrees, layout.expert_data, sequences, microbatches, group, number)
 
 
 def _shared_out(model: ModelSpec, plain: Layout) -> Iterator[tuple[int, int | None]]:
@@ -139,10 +151,10 @@ def _shared_out(model: ModelSpec, plain: Layout) -> Iterator[tuple[int, int | No
     yield from ((ep, 1) for ep in folded if ep % plain.tp == 0 and alike % (ep // plain.tp) == 0)
 
 
-def is_worth(microbatch: int, train: TrainSpec, layout: Layout) -> bool:
-    """Whether a microbatch has few enough tokens per rank to be considered; one sequence always
-    has."""
-    return microbatch == 1 or microbatch * train.seq_len // layout.cp <= _MICROBATCH_TOKENS
+def most_sequences(train: TrainSpec, cp: int) -> int:
+    """Return the most sequences of a microbatch that are considered: one, or few enough tokens per
+    rank."""
+    return max(((_MICROBATCH_TOKENS + 1) * cp - 1) // train.seq_len, 1)
 
 
 @lru_cache(maxsize=4096)
@@ -199,72 +211,66 @@ def shardings(dp: int, cp: int, expert_data: int = 1) -> tuple[ZeroSharding, ...
 
 
 @lru_cache(maxsize=4096)
-def offloads(zero: int, among: tuple[Offload, ...] | None = None) -> tuple[Offload, ...]:
-    """Return the values of `layout.offload` that are legal with a ZeRO stage: "params" needs
-    sharding.
+def offloads(zero: int, among: tuple[Offload, ...]) -> tuple[Offload, ...]:
+    """Return those values of `layout.offload` that are legal with a ZeRO stage: "params" needs
+    sharding."""
+    return tuple(offload for offload in among if zero or offload != "params")
 
-    `among` are the values to choose from. Without it, all but "activations", which a search only
-    tries on request or if nothing else fits.
+
+class Counts:
+    """Counts the legal layouts that have the values of `pins`.
+
+    `layers` is the number of the model's layers.
     """
-    return tuple(offload for offload in among or _OFFLOADS if zero or offload != "params")
 
+    def __init__(self, layers: int, pins: Pins) -> None:
+        self._layers, self._pins = layers, pins
+        self.recomputes = tuple(value for value in RECOMPUTES if self._admits("recompute", value))
+        self._schedules: dict[tuple[int, int], int] = {}
+        self._of_microbatches: dict[tuple[int, int, int], int] = {}
+        self._shardings: dict[tuple[object, ...], int] = {}
 
-@lru_cache(maxsize=4096)
-def _unpinned(
-    pipeline: tuple[int, int, int],
-    data: tuple[int, int, int],
-    offloaded: tuple[Offload, ...] | None,
-) -> int:
-    """Return the number of schedules times the number of (sharding, offload) pairs, without pins.
+    def of_division(self, division: Division, offloaded: tuple[Offload, ...]) -> int:
+        """Return the number of layouts of a division; `offloaded` are the values of
+        `layout.offload` to count."""
+        pp, sizes = division.degrees[0], division.microbatches
+        key = pp, division.sequences, len(sizes)
+        if key not in self._of_microbatches:
+            self._of_microbatches[key] = sum(
+                self._orders(pp, division.sequences // size)
+                for size in sizes
+                if self._admits("microbatch", size)
+            )
+        orders = self._of_microbatches[key] * len(self.recomputes)
+        return orders * self._per_order(division, offloaded)
 
-    `pipeline` has the arguments of `schedules`, `data` those of `shardings`.
-    """
-    data_choices = sum(len(offloads(choice.zero, offloaded)) for choice in shardings(*data))
-    return len(schedules(*pipeline)) * data_choices
+    def of_core(self, core: Core, offloaded: tuple[Offload, ...]) -> int:
+        """Return the number of layouts with the keys of a core; `offloaded` as in
+        `of_division`."""
+        return self._orders(core.degrees[0], core.microbatches) * self._per_order(core, offloaded)
 
+    def _orders(self, pp: int, count: int) -> int:
+        key = pp, count
+        if key not in self._schedules:
+            self._schedules[key] = len(as_fixed(self._pins, schedules(pp, self._layers, count)))
+        return self._schedules[key]
 
-def size_of(
-    core: Core,
-    layers: int,
-    offloaded: tuple[Offload, ...] | None = None,
-    pins: Pins | None = None,
-) -> int:
-    """Return the number of legal layouts with the keys of a core.
+    def _per_order(self, choice: Core | Division, offloaded: tuple[Offload, ...]) -> int:
+        """Return the number of layouts for each pipeline schedule: ZeRO, offload, and sequence
+        parallelism or none."""
+        _, dp, cp, *_ = choice.degrees
+        key = dp, cp, choice.expert_data, offloaded
+        if key not in self._shardings:
+            self._shardings[key] = sum(
+                all(self._admits(*pair) for pair in _of_sharding(choice.layout, sharding, offload))
+                for sharding in shardings(dp, cp, choice.expert_data)
+                for offload in offloads(sharding.zero, offloaded)
+            )
+        is_free = choice.layout.sp and choice.layout.folds == 1 and "sp" not in self._pins
+        return self._shardings[key] * (2 if is_free else 1)
 
-    `offloaded` are the values of `layout.offload` to count (None: those of `offloads`). With
-    `pins`, counts only layouts that have these values. `layers` is the number of the model's
-    layers.
-    """
-    layout, pipeline = core.layout, (core.degrees[0], layers, core.microbatches)
-    if pins:
-        data_choices, orders = _pinned(layout, schedules(*pipeline), offloaded, pins)
-        count = data_choices * orders
-    else:
-        _, dp, cp, *_ = core.degrees
-        count = _unpinned(pipeline, (dp, cp, core.expert_data), offloaded)
-    # With sequence parallelism or without, where there is a choice.
-    return count * (2 if layout.sp and layout.folds == 1 and "sp" not in (pins or {}) else 1)
-
-
-def _pinned(
-    layout: Layout,
-    chains: tuple[Schedule, ...],
-    offloaded: tuple[Offload, ...] | None,
-    pins: Pins,
-) -> tuple[int, int]:
-    """Return how many (sharding, offload) pairs and how many of the schedules `chains` match the
-    pins."""
-    if offloaded is None and pins.get("offload") == "activations":
-        offloaded = ("activations",)
-    data_choices = sum(
-        all(
-            key not in pins or admits(pins[key], value)
-            for key, value in _of_sharding(layout, choice, offload)
-        )
-        for choice in shardings(layout.dp_replicate, layout.cp, layout.expert_data)
-        for offload in offloads(choice.zero, offloaded)
-    )
-    return data_choices, len(as_fixed(pins, chains))
+    def _admits(self, key: str, value: object) -> bool:
+        return key not in self._pins or admits(self._pins[key], value)
 
 
 def as_fixed(pins: Pins, chains: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
