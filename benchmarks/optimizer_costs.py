@@ -5,12 +5,16 @@
 Memory: the peak of each rank of a small model in which states outweigh activations, measured by
 torch's profiler (the median of three steps), beside that of `cost.timeline`; on 1, 2 and 4 ranks.
 Update: CPU time of `step` per element on one thread, beside torch.optim's own optimizers, the
-median of rounds in which all take turns. Prints both as tables.
+median of rounds in which all take turns. Muon: the same for smaller matrices, with Newton-Schulz
+in bf16, beside torch.optim's and, where Python finds it, that of dion (github.com/microsoft/dion),
+which is OLMo-core's. Prints all as tables; figures that are not measured again stay in the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -52,8 +56,9 @@ _MODEL: Final = {
     "n_kv_heads": 2,
     "ffn_dim": 384,
 }
-# Matrices of an update that is timed.
-_SIDE, _COUNT = 768, 4
+# Matrices of an update that is timed: how many, and their sides. Those of Muon are small,
+# as most CPUs have no matmuls in bf16.
+_COUNT, _SIDE, _MUON_SIDE = 4, 768, 128
 
 
 def case_of(way: Way, label: str) -> Case:
@@ -69,16 +74,16 @@ def case_of(way: Way, label: str) -> Case:
     return Case(model_spec(**_MODEL), train, Layout.parse(label), optimizer=spec)
 
 
-def _rank(rank: int, ranks: int, folder: str) -> None:
-    """Measure every way on the layouts of so many ranks; rank 0 writes a line for each."""
+def _rank(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
+    """Measure ways on the layouts of so many ranks; rank 0 writes a line for each."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     world = World(rank, ranks, torch.device("cpu"), store)
-    for name, way in WAYS.items():
+    for name in names:
         for label in LAYOUTS[ranks]:
-            case = case_of(way, label)
+            case = case_of(WAYS[name], label)
             target = target_of(case.train, world.device)
             program = lower(case.model, case.train, case.optimizer, case.layout, target)
             pair = [measure(world, case).peak.total, timeline(program, rank).peak.total]
@@ -94,15 +99,21 @@ def _rank(rank: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def measured_memory() -> list[dict[str, Any]]:
-    """Return the peaks of all ways, layouts and ranks, in bytes."""
-    rows = []
-    for ranks in LAYOUTS:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_rank, (ranks, folder), nprocs=ranks)
-            lines = Path(folder, "rows.jsonl").read_text().splitlines()
-            rows += [json.loads(line) for line in lines]
-    return rows
+def measured_memory(ranks: int, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the peaks of ways on all layouts of so many ranks, in bytes of each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (ranks, folder, names), nprocs=ranks)
+        lines = Path(folder, "rows.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def merged(rows: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return rows with those that were measured again in place of their older ones, in order."""
+    by_case = {(row["way"], row["ranks"], row["layout"]): row for row in (*rows, *new)}
+    ways, labels = list(WAYS), [label for some in LAYOUTS.values() for label in some]
+    return sorted(
+        by_case.values(), key=lambda row: (labels.index(row["layout"]), ways.index(row["way"]))
+    )
 
 
 def errors_of(row: Mapping[str, Any]) -> list[float]:
@@ -113,24 +124,25 @@ def errors_of(row: Mapping[str, Any]) -> list[float]:
 
 def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the peaks as a table, in MiB of the rank that has most, and how far all are off."""
-    labels = [f"{row['layout']}" for row in rows if row["way"] == rows[0]["way"]]
+    labels = list(dict.fromkeys(row["layout"] for row in rows))
+    cells = {
+        (row["way"], row["layout"]): f"{max(row['measured']) / MIB:.2f} "
+        f"({max(row['predicted']) / MIB:.2f})"
+        for row in rows
+    }
     lines = [f"| way | {' | '.join(labels)} |", f"|---|{'--:|' * len(labels)}"]
-    for name in dict.fromkeys(row["way"] for row in rows):
-        cells = [
-            f"{max(row['measured']) / MIB:.2f} ({max(row['predicted']) / MIB:.2f})"
-            for row in rows
-            if row["way"] == name
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for name in WAYS:
+        of_way = (cells.get((name, label), "not measured") for label in labels)
+        lines.append(f"| {name} | {' | '.join(of_way)} |")
     errors = [abs(error) for row in rows for error in errors_of(row)]
     lines += ["", f"{len(errors)} ranks: {statistics.median(errors):.2%} in the median, "]
     lines[-1] += f"{max(errors):.1%} at worst"
     return "\n".join(lines)
 
 
-def _steps(way: Way) -> Callable[[], None]:
+def _steps(way: Way, side: int = _SIDE) -> Callable[[], None]:
     """Return a function that takes a step of a way's optimizer on some matrices."""
-    parts = [Part(f"m{index}", (_SIDE, _SIDE), ("ffn", "dim")) for index in range(_COUNT)]
+    parts = [Part(f"m{index}", (side, side), ("ffn", "dim")) for index in range(_COUNT)]
     weights = [nn.Parameter(torch.randn(part.shape).to(way.kept)) for part in parts]
     for weight in weights:
         weight.grad_dtype = torch.float32
@@ -140,8 +152,8 @@ def _steps(way: Way) -> Callable[[], None]:
     return lambda: step_scaled(optimizer, norm, 1.0, 1.0)
 
 
-def _of_torch(make: Callable[..., torch.optim.Optimizer]) -> Callable[[], None]:
-    weights = [nn.Parameter(torch.randn(_SIDE, _SIDE)) for _ in range(_COUNT)]
+def _of_peer(make: Callable[..., torch.optim.Optimizer], side: int = _SIDE) -> Callable[[], None]:
+    weights = [nn.Parameter(torch.randn(side, side)) for _ in range(_COUNT)]
     for weight in weights:
         weight.grad = torch.randn(weight.shape)
     optimizer = make(weights)
@@ -150,37 +162,69 @@ def _of_torch(make: Callable[..., torch.optim.Optimizer]) -> Callable[[], None]:
 
 def measured_updates(rounds: int) -> dict[str, float]:
     """Return the CPU time of an update in ns per element, on one thread, by way."""
-    torch.set_num_threads(1)
     kinds: dict[str, Callable[[], None]] = {
-        "torch.optim.AdamW, fused": _of_torch(lambda w: torch.optim.AdamW(w, fused=True)),
-        "torch.optim.AdamW, for-loop": _of_torch(lambda w: torch.optim.AdamW(w, foreach=False)),
+        "torch.optim.AdamW, fused": _of_peer(lambda w: torch.optim.AdamW(w, fused=True)),
+        "torch.optim.AdamW, for-loop": _of_peer(lambda w: torch.optim.AdamW(w, foreach=False)),
         **{name: _steps(way) for name, way in WAYS.items() if way.used == way.kept},
     }
+    return _in_turn(kinds, rounds, _SIDE)
+
+
+def measured_muons(rounds: int) -> dict[str, float]:
+    """Return the CPU time of an update by Muon in ns per element, on one thread, by package."""
+    side = _MUON_SIDE
+    kinds = {
+        "Muon": _steps(Way({"name": "muon"}), side),
+        "torch.optim.Muon": _of_peer(torch.optim.Muon, side),
+    }
+    if importlib.util.find_spec("dion") is not None:
+        # Five iterations, too, with other coefficients; its other kernels are for GPUs.
+        kernels: Any = {"use_triton": False, "use_polar_express": False}
+        muon = importlib.import_module("dion").Muon
+        kinds["dion.Muon"] = _of_peer(lambda w: muon(w, nesterov=True, **kernels), side)
+    return _in_turn(kinds, rounds, side)
+
+
+def _in_turn(kinds: Mapping[str, Callable[[], None]], rounds: int, side: int) -> dict[str, float]:
+    """Return the median CPU time of each step, in ns per element; a first round is left out."""
+    torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(rounds + 1):
         for name, step in kinds.items():
             started = time.process_time()
             step()
             seconds[name].append(time.process_time() - started)
-    elements = _COUNT * _SIDE**2
+    elements = _COUNT * side**2
     return {name: statistics.median(all_s[1:]) / elements * 1e9 for name, all_s in seconds.items()}
+
+
+def update_table(updates: Mapping[str, float]) -> str:
+    """Return times of updates as a table."""
+    rows = [f"| {name} | {nanoseconds:.1f} |" for name, nanoseconds in updates.items()]
+    return "\n".join(["| optimizer | ns per element |", "|---|--:|", *rows])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, and write the figures where asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizer_costs")
-    parser.add_argument("--only", choices=["memory", "update"])
+    parser.add_argument("--only", choices=["memory", "update", "muon"])
+    parser.add_argument("--ways", nargs="+", default=[""], help="of memory: names with a text")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[*LAYOUTS], choices=LAYOUTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
-    result: dict[str, Any] = {"machine": f"{processor()}, torch {torch.__version__}"}
-    if args.only != "memory":
-        result["update"] = measured_updates(args.rounds)
-        print("| optimizer | ns per element |\n|---|--:|")
-        for name, nanoseconds in result["update"].items():
-            print(f"| {name} | {nanoseconds:.1f} |")
-    if args.only != "update":
-        result["memory"] = measured_memory()
+    has_some = args.out is not None and args.out.exists()
+    result: dict[str, Any] = json.loads(args.out.read_text()) if has_some else {}
+    result["machine"] = f"{processor()}, torch {torch.__version__}"
+    for kind, measured in (("update", measured_updates), ("muon", measured_muons)):
+        if args.only in (None, kind):
+            result[kind] = measured(args.rounds)
+            print(update_table(result[kind]))
+    if args.only in (None, "memory"):
+        names = [name for name in WAYS if any(text in name for text in args.ways)]
+        for ranks in args.ranks:
+            new = measured_memory(ranks, names)
+            result["memory"] = merged(result.get("memory", ()), new)
         print(memory_table(result["memory"]))
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -103,13 +103,39 @@ def schedules(cases: Sequence[Case]) -> str:
     return table(["schedule", "layouts", "microbatches", *others], rows)
 
 
+WAYS = ("dp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2", "HSDP", "tp", "tp + sp", "pp", "ep")
+OFFLOADS = ("offload optimizer", "offload params")
+
+
+def optimizer(case: Case) -> str:
+    """Return the optimizer, and what is unusual about what it keeps."""
+    name = OPTIMIZERS[case.optimizer.name].label
+    return ", ".join(
+        (name, *(word for word in case.optimizer_words if word != case.optimizer.name))
+    )
+
+
+def optimizers(cases: Sequence[Case]) -> str:
+    """Return the table of how many layouts have an optimizer, and how their weights are sharded."""
+    rows = []
+    for name in dict.fromkeys(map(optimizer, cases)):
+        of_it = [case for case in cases if optimizer(case) == name]
+        found = Counter(way for case in of_it for way in parallelisms(case))
+        found["HSDP"] = sum(
+            case.layout.zero > 0 and min(case.layout.dp_replicate, case.layout.dp_shard) > 1
+            for case in of_it
+        )
+        rows.append([name, len(of_it), *(found[way] or "" for way in (*WAYS, *OFFLOADS))])
+    return table(["optimizer", "layouts", *WAYS, *OFFLOADS], rows)
+
+
 def listed(cases: Sequence[Case]) -> str:
     """Return the table of the layouts, one a line."""
     rows = [
         [
             f"`{case.layout.label}`",
             *case.label.rpartition(", ")[2:],
-            OPTIMIZERS[case.optimizer.name].label,
+            optimizer(case),
         ]
         for case in cases
     ]
@@ -138,6 +164,8 @@ def draw() -> str:
         pairs(everything),
         "\n## Schedules\n",
         schedules(everything),
+        "\n## Optimizers\n\nHSDP is ZeRO with replicas of the sharding ranks.\n",
+        optimizers(everything),
         "\n## What is refused\n\nEach rule is broken once, on 8 ranks.\n",
         refusals([case for case in found[8] if case.refused is not None]),
     ]

@@ -34,6 +34,13 @@ def test_gpt_neox(tmp_path):
     assert config.data.validation == pytest.approx(0.051)
 
 
+@pytest.mark.parametrize(("is_set", "dtype"), [("true", "int8"), ("false", "fp32")])
+def test_gpt_neox_s_optimizer_of_bitsandbytes_keeps_8_bits(tmp_path, is_set, dtype):
+    content = NEOX.replace("{", f'{{"use_bnb_optimizer": {is_set},', 1)
+    optimizer = config_of(imported(tmp_path, content, "a.yml", devices=4, is_fixed=True)).optimizer
+    assert (optimizer.name, optimizer.state_dtype) == ("adamw", dtype)
+
+
 def test_gpt_neox_pads_the_vocabulary(tmp_path):
     content = NEOX.replace("{", '{"tokenizer_type": "GPT2BPETokenizer",', 1)
     config = config_of(imported(tmp_path, content, "a.yml", devices=4, is_fixed=True))

@@ -172,6 +172,28 @@ def test_what_a_trainer_cannot_say_is_refused(tmp_path):
         write("axolotl", "shard8 zero3 mb1", smaller)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "layout", "rule"),
+    [
+        ("transformers", "shard8 zero3 mb1", None),
+        ("axolotl", "shard8 zero3 mb1", None),
+        ("torchtitan", "shard8 zero3 mb1", "torchtitan has no .*int8; nearest: bf16"),
+        ("megatron", "dp8 mb1", "Megatron-LM has no .*int8; nearest: bf16"),
+        ("deepspeed", "shard8 zero3 mb1", r"cannot say optimizer\.state_dtype"),
+    ],
+)
+def test_moments_in_8_bits_are_written_where_a_trainer_has_them(trainer, layout, rule):
+    config = load_config(None, ["model.preset=llama-3-8b", *TRAIN, "optimizer.state_dtype=int8"])
+    source = PlanSource(config, Layout.parse(layout), 1, 8)
+    if rule is not None:
+        with pytest.raises(ConfigError, match=rule):
+            written(trainer_named(trainer), source, "x")
+        return
+    keys = written(trainer_named(trainer), source, "x").keys
+    read = read_back(trainer_named(trainer), keys, PlanSource(config, Layout(), 1, 8))
+    assert read.given["optimizer"]["state_dtype"].value == "int8"
+
+
 def test_a_fixed_key_is_kept_or_refused():
     config = load_config(None, ["model.preset=llama-3-8b", *TRAIN, *CLUSTER, "layout.tp=2"])
     made = plan_for(config, trainer_named("torchtitan"), 3)

@@ -69,9 +69,14 @@ def test_newer_families_are_in_each_axis_alone_and_in_pairs(family):
 def test_the_table_is_large_legal_and_the_same_each_time():
     for world in WORLDS:
         cases = legal(world)
-        # A layout comes again for models with experts, for adapters, for FSDP2 and newer families.
+        # A layout comes again for models with experts, for adapters, for FSDP2, newer families and
+        # optimizers.
         kinds = {
-            (c.layout, c.model.experts > 0, c.model.lora is None, c.fsdp2, newer(c)) for c in cases
+            (
+                *(c.layout, c.model.experts > 0, c.model.lora is None, c.fsdp2, newer(c)),
+                *((c.optimizer, c.train.master) if c.optimizer_words else ()),
+            )
+            for c in cases
         }
         assert len(kinds) == len(cases)
         by_fsdp2 = [case.layout for case in cases if case.fsdp2]
@@ -133,6 +138,34 @@ def test_each_family_has_its_layouts_in_the_table():
         alike = [case for case in cases if case.model.family == family]
         assert {case.train.precision for case in alike} == {"fp32", "bf16", "fp16"}
         assert {case.packed for case in alike} == {False, True}
+
+
+OPTIMIZED = {
+    *(("muon",), ("muon", "no masters"), ("lion",), ("no masters",)),
+    *(("bf16 states",), ("bf16 states", "stochastic"), ("bf16 states", "no masters", "stochastic")),
+    *(("int8 states",), ("int8 states", "no masters")),
+}
+
+
+@pytest.mark.parametrize("words", sorted(OPTIMIZED), ids=", ".join)
+def test_each_optimizer_is_in_each_way_to_shard_weights(words):
+    cases = [case for n in (2, 4) for case in legal(n) if case.optimizer_words == words]
+    layouts = [case.layout for case in cases]
+    assert {layout.zero for layout in layouts if layout.dp_shard > 1} == {1, 2, 3}
+    assert {layout.offload for layout in layouts} == {"none", "optimizer", "params"}
+    assert all(any(getattr(each, axis) > 1 for each in layouts) for axis in ("tp", "pp", "ep"))
+    assert any(layout.dp_replicate > 1 and not layout.zero for layout in layouts)
+    hybrid = [case for case in cases if case.layout.dp_replicate > 1 and case.layout.zero == 3]
+    assert {case.fsdp2 for case in hybrid} == {False, True}
+    assert {case.layout.dp_replicate for case in cases if case.fsdp2} == {1, 2}
+    # And on shards that rows do not divide evenly.
+    assert any(case.model.dim == 60 for case in cases)
+
+
+def test_the_rows_by_optimizer_are_all_of_them():
+    for world in WORLDS:
+        counts = Counter(case.optimizer_words for case in legal(world) if case.optimizer_words)
+        assert set(counts) == (OPTIMIZED if world < 8 else set())
 
 
 def test_the_table_has_the_layouts_that_are_asked_for():

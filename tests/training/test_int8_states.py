@@ -11,7 +11,12 @@ from conformance_cases import make
 from meshwright.checkpoint.state import Leaf, _fill
 from meshwright.checkpoint.tensors import Chunk, Stored, write_chunks
 from meshwright.errors import ConfigError
-from meshwright.parallel.data_parallel.int8_states import Int8State, add_state, values_of
+from meshwright.parallel.data_parallel.int8_states import (
+    Int8State,
+    _nearest,
+    add_state,
+    values_of,
+)
 from meshwright.prove.optimizer import in_int8
 from meshwright.prove.suite import Suite
 from meshwright.spec.loading import load_config
@@ -52,6 +57,21 @@ def test_numbers_are_rounded_to_the_nearest_of_their_block(key):
     largest = wide.abs().argmax(-1, keepdim=True)
     kept = blocks.float().gather(-1, largest)
     torch.testing.assert_close(kept, wide.gather(-1, largest), rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_codes_are_those_of_a_search_among_the_middles(key):
+    """Also next to every middle, on it, and for both zeros."""
+    numbers = torch.tensor(numbers_of(key))
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    ends = [torch.nextafter(middles, torch.tensor(end)) for end in (-2.0, 2.0)]
+    torch.manual_seed(0)
+    drawn = torch.rand(100_000) * 10.0 ** (-12 * torch.rand(100_000))
+    shares = torch.cat([numbers, middles, *ends, drawn, torch.tensor([0.0, 1e-40, 1.0])])
+    shares = shares.abs() if key == "exp_avg_sq" else torch.cat([shares, -shares])
+    assert torch.equal(
+        _nearest(shares.clone(), key), torch.bucketize(shares, middles, out_int32=True)
+    )
 
 
 @pytest.mark.parametrize("key", KEYS)

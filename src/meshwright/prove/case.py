@@ -120,8 +120,21 @@ class Case:
             yield self.train.precision
         if self.train.fp8:
             yield "fp8"
-        if self.train.master == "none":
-            yield "no masters"
+        yield from self.optimizer_words
+
+    @property
+    def optimizer_words(self) -> tuple[str, ...]:
+        """What differs from AdamW or SGD with masters and fp32 states, which the table deals in
+        turn: such as "muon", "int8 states" or "no masters".
+        """
+        spec = self.optimizer
+        differs = {
+            spec.name: spec.name not in (ADAMW.name, SGD.name),
+            f"{spec.state_dtype} states": spec.state_dtype != "fp32",
+            "no masters": self.train.master == "none",
+            "stochastic": spec.rounding == "stochastic",
+        }
+        return tuple(word for word, is_set in differs.items() if is_set)
 
     def as_json(self) -> str:
         """Return the case as a JSON object in one line, without default values."""

@@ -25,7 +25,7 @@ from meshwright.prove.refused import refused
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.resolve import model_spec
-from meshwright.spec.training import Offload, Precision, Recompute, TrainSpec
+from meshwright.spec.training import Offload, OptimizerSpec, Precision, Recompute, TrainSpec
 
 T = TypeVar("T")
 
@@ -81,6 +81,54 @@ _OF_NEWER: Final = {
 }
 # And how many with ZeRO to FSDP2, which GPUs take for it: the others sum by themselves on CPUs.
 _OF_FSDP2: Final = {2: 12, 4: 14, 8: 0, 16: 0}
+# Each way to shard weights, by our own ZeRO and by FSDP2; those of `ep` have models with experts.
+_SHARDED: Final = {
+    2: (
+        "dp2 mb2",
+        "shard2 zero1 mb2",
+        "shard2 zero2 mb2",
+        "shard2 zero3 mb2",
+        "tp2 sp mb2",
+        "pp2 1f1b mb2",
+        "shard2 zero2 ep2 mb2",
+        "shard2 zero1 mb2 offload-optimizer",
+    ),
+    4: (
+        "dp2 shard2 zero3 mb1",
+        "shard2 zero2 tp2 sp mb1",
+        "shard2 zero1 pp2 1f1b mb1",
+        "shard2 zero3 ep2 tp2 sp mb1",
+        "shard4 zero3 mb1 offload-params",
+    ),
+    8: (),
+    16: (),
+}
+_SHARDED_BY_FSDP2: Final = {
+    2: ("shard2 zero3 mb2",),
+    4: ("dp2 shard2 zero3 mb1",),
+    8: (),
+    16: (),
+}
+_MUON: Final = OptimizerSpec(name="muon", ns_precision="fp32", warmup_steps=2)
+_LION: Final = OptimizerSpec(name="lion", warmup_steps=2)
+_NO_MASTERS: Final = TrainSpec(batch=8, seq_len=32, precision="bf16", master="none")
+_MASTERS: Final = TrainSpec(batch=8, seq_len=32)
+# Each optimizer, and each dtype of what it keeps, in all of them. AdamW and SGD in fp32 are what
+# the rest of the table is trained by.
+_OPTIMIZED: Final = (
+    (_MUON, _MASTERS),
+    (_LION, _MASTERS),
+    (ADAMW.model_copy(update={"state_dtype": "bf16"}), _MASTERS),
+    (ADAMW.model_copy(update={"state_dtype": "int8"}), _MASTERS),
+    (ADAMW.model_copy(update={"state_dtype": "bf16", "rounding": "stochastic"}), _MASTERS),
+    (ADAMW, _NO_MASTERS),
+    (ADAMW.model_copy(update={"state_dtype": "bf16", "rounding": "stochastic"}), _NO_MASTERS),
+    (ADAMW.model_copy(update={"state_dtype": "int8"}), _NO_MASTERS),
+    (_MUON, _NO_MASTERS),
+)
+# They have the first so many kinds, as an update depends on shapes alone. Odd and tied ones are
+# among them.
+_PLAIN: Final = 7
 # Layouts of their own fame, which must stay in whatever the spread picks.
 _NAMED: Final = {
     2: ("dp2 mb2",),
@@ -118,6 +166,7 @@ def matrix(world: int) -> tuple[Case, ...]:
     of_experts = _of(EXPERT_KINDS, world, _OF_EXPERTS[world], _SHARED_OUT[world])
     of_adapters = _of(ADAPTED_KINDS, world, _OF_ADAPTERS[world])
     special = (*of_experts, *of_adapters, *_of_fsdp2(world), *_of_newer(world))
+    special += tuple(_of_optimizers(world))
     return (*cases.values(), *special, *(refused(world) if world < 16 else ()))
 
 
@@ -148,6 +197,17 @@ def _of_newer(world: int) -> Iterator[Case]:
         case = _dealt(layout, next(turns), NEWER_KINDS[place : place + 1])
         if case is not None:
             yield case
+
+
+def _of_optimizers(world: int) -> Iterator[Case]:
+    """Yield a case for each optimizer and each dtype of what it keeps in each way to shard."""
+    ways = [(label, False) for label in _SHARDED[world]]
+    ways += [(label, True) for label in _SHARDED_BY_FSDP2[world]]
+    for turn, ((spec, train), (label, fsdp2)) in enumerate(product(_OPTIMIZED, ways)):
+        layout = Layout.parse(label)
+        mixtures = [kind for kind in EXPERT_KINDS if kind.flags["experts"] % layout.ep == 0]
+        case = _case(layout, train, turn, mixtures if layout.ep > 1 else KINDS[:_PLAIN])
+        yield replace(case, layout=layout, optimizer=spec, fsdp2=fsdp2)
 
 
 def _of_fsdp2(world: int) -> Iterator[Case]:

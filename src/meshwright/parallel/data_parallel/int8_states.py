@@ -8,9 +8,12 @@ root, whose range is half as many decades.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.spec.optimizers import SQUARES, State, block_width, numbers_of
@@ -18,6 +21,10 @@ from meshwright.spec.optimizers import SQUARES, State, block_width, numbers_of
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # A block of zeros is divided by this.
 _TINY: Final = torch.finfo(torch.float32).tiny
+# The bits of fp32 apart from the sign, the bits of its lower half, and as many numbers.
+_UNSIGNED: Final = 2**31 - 1
+_LOWER: Final = 2**16 - 1
+_HALF: Final = 16
 
 
 class Int8State:
@@ -55,15 +62,50 @@ class Int8State:
         if self._key in SQUARES:
             flat.sqrt_()
         blocks = self._by_block(flat)
-        torch.linalg.vector_norm(blocks, float("inf"), -1, out=self._scales.view(-1))
-        blocks.div_(self._scales.view(-1, 1).clamp(min=_TINY))
-        middles = (self._table[1:] + self._table[:-1]) / 2
-        codes = torch.bucketize(flat, middles, out_int32=True)
-        self._codes.view(-1).copy_(codes)
+        largest = self._scales.view(-1)
+        torch.amax(blocks, -1, out=largest)
+        if self._key not in SQUARES:
+            torch.maximum(largest, blocks.amin(-1).neg_(), out=largest)
+        blocks.div_(largest[:, None].clamp(min=_TINY))
+        self._codes.view(-1).copy_(_nearest(flat, self._key))
 
     def _by_block(self, flat: Tensor) -> Tensor:
         width = self._codes.shape[-1] // max(self._scales.shape[-1], 1)
         return flat.view(-1, max(width, 1))
+
+
+def _nearest(shares: Tensor, key: str) -> Tensor:
+    """Return the codes of the numbers that are nearest to fp32 `shares` `[n]` of -1 to 1, int32;
+    overwrites them.
+
+    Of two that are as near, the lower one. The same as a search among the middles between numbers,
+    which takes ten times as long on a CPU, by passes over the bits.
+    """
+    bits = shares.view(torch.int32)
+    if key not in SQUARES:
+        # In the order of what they stand for: the bits of negative numbers descend.
+        bits.bitwise_xor_((bits >> 31).bitwise_and_(_UNSIGNED))
+    upper = (bits >> _HALF).add_(1 << (_HALF - 1))
+    sums = torch.from_numpy(_sums_of(key)).to(shares.device).index_select(0, upper)
+    return sums.add_(bits.bitwise_and_(_LOWER)).bitwise_right_shift_(_HALF)
+
+
+@cache
+def _sums_of(key: str) -> NDArray[np.int32]:
+    """Return for each upper half of ordered bits what to add to the lower half, `[2^16]`: the upper
+    half of the sum is the code.
+
+    Numbers with the same upper half lie on both sides of one middle between two codes at most, as
+    there are 128 of them in each binade. Those above it have a lower half of which the sum carries.
+    """
+    numbers = np.array(numbers_of(key), np.float32)
+    middles = (numbers[1:] + numbers[:-1]) / np.float32(2)
+    bits = middles.view(np.int32)
+    ordered = (bits ^ ((bits >> 31) & _UNSIGNED)).astype(np.int64)
+    first = np.arange(-(1 << 15), 1 << 15, dtype=np.int64) << _HALF
+    codes = np.searchsorted(ordered, first)
+    following = np.append(ordered, first[-1] + _LOWER)[codes]
+    return ((codes << _HALF) + _LOWER - np.minimum(following - first, _LOWER)).astype(np.int32)
 
 
 def add_state(tensors: dict[str, Tensor], state: State, like: Tensor) -> None:

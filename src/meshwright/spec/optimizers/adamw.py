@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 _FUSED: Final = 28
 # What an update reads and writes beside it, and the copies that it makes, in bytes per element. In
 # bf16: both moments widened and narrowed. In int8, for each moment: codes to indices 5, looked up
-# 8, scaled 8; the block's largest 4, scaled 8, to indices 8, to codes 5; of the second, squares and
-# roots 16. The copies are both moments; indices are of one at a time.
-_MOVED: Final[dict[StateDtype, int]] = {"fp32": 0, "bf16": 24, "int8": 108}
+# 8, scaled 8; the block's largest 4, scaled 8; upper halves of bits 16, looked up 8, lower halves
+# 8, added 12, shifted 8, to codes 5; of the first, the block's smallest 4 and bits in order 28; of
+# the second, squares and roots 16. The copies are both moments; indices and what they look up are
+# of one at a time.
+_MOVED: Final[dict[StateDtype, int]] = {"fp32": 0, "bf16": 24, "int8": 228}
 _WORKSPACE: Final[dict[StateDtype, int]] = {"fp32": 0, "bf16": 8, "int8": 8}
-_INDEX_BYTES: Final = 4
+_INDEX_BYTES: Final = 8
 
 
 def _rule(dtype_of: Callable[[OptimizerSpec], StateDtype]) -> UpdateRule:
