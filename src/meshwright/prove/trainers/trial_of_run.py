@@ -124,7 +124,9 @@ def _compared(
     _note_rows(facts, steps[0], notes)
     fault = None if facts.is_cut else _wrong_divisor(weighting, scale, facts.axes)
     is_training = any(step.after for step in steps)  # else any multiple may be meant
-    if fault is None or not is_training or verdict.refused is not None:
+    # Gradients of different weights show no convention, so no divisor can be told from it.
+    is_apart = any(known.quantity == "weights" for known in verdict.faults)
+    if fault is None or not is_training or verdict.refused is not None or is_apart:
         return verdict
     return replace(verdict, faults=(fault, *verdict.faults))
 
