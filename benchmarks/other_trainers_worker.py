@@ -1,8 +1,8 @@
 """Steps of other systems on some ranks, each compared with one process.
 
 Run by `benchmarks.other_trainers` under torchrun: `other_trainers_worker.py CASES.json OUT.jsonl`.
-A case is {"system", "family", "layout", "microbatches", "fault"}; a fault is one that was public,
-put back by a patch.
+A case is {"system", "family", "layout", "microbatches", "fault", "seeded"}; a fault is one that was
+public, put back by a patch, and a seeded one is the name of one of ours.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
 
 import meshwright as mw  # noqa: E402
+from seeded_faults import seeded  # noqa: E402
 
 VOCAB, LENGTH, ROWS = 96, 16, 8
 SIZES = {
@@ -508,7 +509,8 @@ def run(case, root):
     row = dict(case)
     try:
         path = folder_of(case["family"], root) if case["family"] in FAMILIES else None
-        with put_back(case.get("fault")), tempfile.TemporaryDirectory(dir=root) as folder:
+        seed = seeded(case["seeded"], mw) if "seeded" in case else contextlib.nullcontext()
+        with put_back(case.get("fault")), seed, tempfile.TemporaryDirectory(dir=root) as folder:
             folders = [folder]
             dist.broadcast_object_list(folders, 0)
             verdict = SYSTEMS[case["system"]](case, path, Path(folders[0]))

@@ -7,6 +7,7 @@ to a gradient is known separately. One replay is in fp64; others have the run's 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
@@ -140,7 +142,8 @@ class Replayer:
             parts, losses = [], list[float]()
             for row in rows:
                 gradients, values = self._contribution(twin, row, is_exact)
-                parts.append(Contribution(row.data_rank, row.microbatch, gradients))
+                targets = self._weighting[-1].targets if is_exact else 0
+                parts.append(Contribution(row.data_rank, row.microbatch, gradients, targets))
                 losses.append(next(iter(values.values())))
             total = _summed([part.gradients for part in parts])
             yield _SampleStep(parts if is_exact else [], total, losses)
@@ -177,8 +180,10 @@ class Replayer:
             logits[0].retain_grad()
         with _NoCollectives():  # type: ignore[no-untyped-call]
             torch.autograd.backward(tensors, received)
-        if is_first:
-            self._weighting.append(target_weights(logits[0], row.data_rank, row.microbatch))
+        if is_exact:
+            ids = row.data_rank, row.microbatch
+            weights = target_weights(logits[0], *ids) if is_first else TargetWeights(*ids)
+            self._weighting.append(weights)
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
             for name, p in clean_names(twin).items()
@@ -205,20 +210,46 @@ class Replayer:
             module.register_forward_pre_hook(use)
 
 
+def crosses_data_ranks(model: nn.Module, step: LoadedStep) -> bool:
+    """Whether a model's forward communicates between ranks that read different inputs.
+
+    `model` is a copy of the run's, with its own modules: not one that `reference=` returns.
+    """
+    first, by_rank = data_rows(step)[0], data_rank_of(step)
+    args, kwargs = decode(first.record.inputs, first.record.tensors)
+    seen = _NoCollectives()  # type: ignore[no-untyped-call]
+    with contextlib.suppress(ConfigError), torch.no_grad(), seen:
+        model(*args, **kwargs)
+    return len({by_rank[rank] for rank in seen.ranks}) > 1
+
+
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises `ConfigError` at any collective, for which a replay in one process would wait
-    forever.
+    forever; `ranks` are those that it would wait for.
     """
+
+    ranks: tuple[int, ...] = ()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
+            self.ranks = _ranks_of(args)
             raise ConfigError(
                 "the model's own modules communicate, so a copy of them is no unsharded model; "
                 "pass reference=, a function that returns the model before it is sharded"
             )
         return func(*args, **(kwargs or {}))
+
+
+def _ranks_of(args: Any) -> tuple[int, ...]:
+    """Return the ranks of the process group among a collective's arguments; all if there is none
+    to be seen.
+    """
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+    return tuple(range(dist.get_world_size()))
 
 
 class _SampleStep(NamedTuple):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
+from meshwright.prove.trainers.divided import divided, divided_weights, divisors
 from meshwright.prove.trainers.faults import factor_of
 from meshwright.prove.trainers.gather import SEQUENCE_AXES, assembled, clean_names
-from meshwright.prove.trainers.judge import RunVerdict, StepFault, judge
+from meshwright.prove.trainers.judge import Convention, RunVerdict, StepFault, judge
 from meshwright.prove.trainers.normalization import TargetWeights, convention_text
 from meshwright.prove.trainers.observed import (
     GatheredTensor,
@@ -25,7 +26,9 @@ from meshwright.prove.trainers.recording import LoadedStep, load_step
 from meshwright.prove.trainers.reduction import InputShape, case_of
 from meshwright.prove.trainers.replay import (
     Precision,
+    Replay,
     Replayer,
+    crosses_data_ranks,
     data_rank_of,
     data_rows,
     replay_updates,
@@ -108,9 +111,12 @@ def _compared(
             "the norm is not compared: the run clips several times a step, or with parameters of "
             "other models"
         )
-    verdict = judge(observed, replay.steps, facts.axes, replay.order)
-    notes += verdict.notes
     rows = data_rows(steps[0])
+    convention = _divide(observed, replay, facts, notes)
+    verdict = judge(observed, replay.steps, facts.axes, replay.order, convention)
+    notes += verdict.notes
+    if reference is not None and verdict.faults and verdict.faults[0].quantity == "loss":
+        _refuse_crossing(model, weights, steps[0])
     scale = 1.0 if verdict.convention == "sum" else 1 / len({row.data_rank for row in rows})
     weighting = replay.weighting[: len(rows)]
     mean = "rows or tokens are left out: which mean the loss is, is not examined"
@@ -118,9 +124,37 @@ def _compared(
     _note_rows(facts, steps[0], notes)
     fault = None if facts.is_cut else _wrong_divisor(weighting, scale, facts.axes)
     is_training = any(step.after for step in steps)  # else any multiple may be meant
-    if fault is None or not is_training or verdict.refused is not None:
+    # Gradients of different weights show no convention, so no divisor can be told from it.
+    is_apart = any(known.quantity == "weights" for known in verdict.faults)
+    if fault is None or not is_training or verdict.refused is not None or is_apart:
         return verdict
     return replace(verdict, faults=(fault, *verdict.faults))
+
+
+def _divide(
+    observed: Sequence[ObservedStep],
+    replay: Replay,
+    facts: RunFacts,
+    notes: list[str],
+) -> Convention | None:
+    """Divide the replay by the number of targets if the run divides its gradients after the
+    backward, and return the convention that follows; None if it doesn't.
+    """
+    if facts.is_cut or not any(step.updates for step in observed):
+        return None
+    by_step = divisors(observed, replay.steps, replay.weighting, facts.axes)
+    if by_step is None:
+        return None
+    weights = iter(replay.weighting)
+    pairs = list(zip(replay.steps, by_step, strict=True))
+    replay.weighting = [
+        divided_weights(next(weights), divisor)
+        for step, divisor in pairs
+        for _ in step.contributions
+    ]
+    replay.steps = [divided(step, divisor) for step, divisor in pairs]
+    notes.append(f"the gradients are divided after the backward, by {by_step[0]:.6g} in step 1")
+    return "sum"
 
 
 def _wrong_divisor(
@@ -168,6 +202,22 @@ def _refuse_gated(model: nn.Module) -> None:
                 "each tp rank has a part of the gate and one of the other half in one weight "
                 "(gated_linear_unit), which cannot be put together without knowing how"
             )
+
+
+def _refuse_crossing(model: nn.Module, weights: Mapping[str, Tensor], step: LoadedStep) -> None:
+    """Refuse a model whose forward communicates between ranks that read different inputs: its loss
+    is that of no rank's rows alone. A model that cannot be copied is not examined.
+    """
+    try:
+        is_crossing = crosses_data_ranks(make_twin(model, weights), step)
+    except Exception:
+        return
+    if is_crossing:
+        raise ConfigError(
+            "the losses differ from those of one process, and the model's forward communicates "
+            "between ranks that read different inputs: if they share out the positions of a "
+            "sequence, what each reads cannot be put together without knowing how"
+        )
 
 
 def _shapes(
