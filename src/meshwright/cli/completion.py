@@ -76,13 +76,13 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def completions(words: Sequence[str]) -> list[str]:
-    """Return what the last of a command line's words may become, in order; no files.
+def completions(arguments: Sequence[str]) -> list[str]:
+    """Return what the last of a command line's arguments may become, in order; no files.
 
-    `words` are those after `meshwright`. An empty word beyond the command gets only subcommands,
+    `arguments` are the words after `meshwright`. An empty one gets only subcommands,
     so that a shell offers files there.
     """
-    *before, word = words
+    *before, word = arguments
     if not before:
         return sorted(name for name in COMMANDS if name.startswith(word))
     if before[0] not in COMMANDS:
