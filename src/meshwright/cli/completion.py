@@ -120,7 +120,8 @@ def _settings(word: str) -> Iterator[str]:
     """Yield `key=` for each config key, or `key=value` for the values of a key that is named."""
     key, equals, _ = word.partition("=")
     if equals:
-        section, _, name = ALIASES.get(key, key).partition(".")
+        alias = ALIASES.get(key)
+        section, _, name = (key if alias is None else alias.key).partition(".")
         if name in KEYS.get(section, ()):
             yield from (f"{key}={value}" for value in _values(section, name))
         return
