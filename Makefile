@@ -9,7 +9,7 @@
 #   make fault-table  what each fault case comes to, measured, into docs/records/fault-cases.md
 #   make mutants  puts faults into the code that trains; each must be caught: docs/records/mutants.md
 #   make soak   an hour of proofs under each check of the heap, for crashes that are rare
-#   make docs   the site, into build/site
+#   make docs   the site, into build/site; with REPOSITORY=URL a link to the repository is in its menu
 #   make gpu    checks and benchmarks on one GPU, in one minute or in ten
 #   make prove  every layout of the support matrix against one device
 # The index of CPU-only torch builds can be given as TORCH_INDEX=URL: on Linux, pip's default index
@@ -79,7 +79,7 @@ soak: $(VENV)/.dev
 	PYTHONPATH=src $(BIN)/python -m benchmarks.soak
 
 docs: $(VENV)/.dev
-	$(BIN)/mkdocs build --quiet
+	REPOSITORY="$(REPOSITORY)" $(BIN)/mkdocs build --quiet
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.overhead --out docs/benchmarks/overhead.json

@@ -170,7 +170,8 @@ def draw() -> str:
         refusals([case for case in found[8] if case.refused is not None]),
     ]
     for world, cases in legal.items():
-        parts += [f"\n## The layouts of {world} ranks\n", listed(cases)]
+        opened = f'<details markdown="1">\n<summary>{len(cases)} layouts</summary>\n'
+        parts += [f"\n## The layouts of {world} ranks\n", opened, listed(cases), "\n</details>"]
     return "\n".join(parts) + "\n"
 
 

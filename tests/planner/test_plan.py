@@ -121,6 +121,21 @@ def test_the_ranking_cuts_no_word(capsys, monkeypatch, columns):
     assert "interleaved_zero_bubble" in layouts
 
 
+@pytest.mark.parametrize("columns", ["100", "120", "130", "160"])
+def test_reasons_have_room_beside_long_labels(capsys, monkeypatch, columns):
+    """On 130 columns a label of 91 left three to the reasons: a letter or two on each line."""
+    monkeypatch.setenv("COLUMNS", columns)
+    cluster = ["model.preset=llama-3-8b", "cluster.preset=h100-sxm", "cluster.nodes=2"]
+    code, out = run(capsys, "plan", *cluster, "train.seq_len=131072", "train.batch=16")
+    assert code == 0
+    lines = out.out.splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("layout "))
+    last = lines.index("", first)
+    at = lines[first].index("why not")
+    assert int(columns) - at >= 32
+    assert max(map(len, lines[first:last])) <= int(columns)
+
+
 def test_json_is_alone_on_stdout_and_saved(capsys, tmp_path):
     path = tmp_path / "plan.json"
     code, out = run(capsys, "plan", *SEVEN, "--top", "2", "--json", "--save", str(path))

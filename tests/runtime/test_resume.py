@@ -20,6 +20,7 @@ from meshwright.runtime.checks.start import Resume
 from meshwright.runtime.session import prepare_job
 from meshwright.runtime.session import train as train_command
 from meshwright.runtime.supervise.lock import RunLock
+from meshwright.spec.loading import load_config
 from meshwright.training.events import append_event
 from meshwright.training.loop import train
 from meshwright.training.run_folder import create, read_job
@@ -400,3 +401,18 @@ def test_a_new_run_does_not_write_among_the_steps_of_another(started, config):
     other = config(f"checkpoint.dir={job.checkpoints}", f"log.dir={job.folder.path}")
     with pytest.raises(ConfigError, match="train --resume RUN, RUN being its run folder"):
         prepare_job(other, clean_environ())
+
+
+def test_a_resumed_run_keeps_the_first_origins_of_its_values(started):
+    """The report of a resumed run listed each default as a value given by `config.toml`."""
+    job = started("train.steps=5")
+    first = json.loads((job.folder.path / "provenance.json").read_text())
+    again = load_config(job.folder.config, ["train.steps=6"])
+    assert again.origins["model.rope_theta"].startswith("config.toml:")
+    create(replace(job, config=again))
+    second = json.loads((job.folder.path / "provenance.json").read_text())
+    changed = {key for key in second if second[key] != first[key]}
+    assert second["model.rope_theta"] == "default"
+    assert second["train.steps"] == "override train.steps=6"
+    assert "train.steps" in changed
+    assert {key for key in changed if second[key].startswith("config.toml:")} == set()

@@ -207,6 +207,31 @@ def frozen(tmp_path_factory):
     return path, json.loads(out.getvalue())
 
 
+def test_frozen_it_shows_what_the_tokens_cost(browser, tmp_path):  # noqa: F811
+    """Without --devices, --tokens and --price changed nothing on the page."""
+    path, out = tmp_path / "plan.html", io.StringIO()
+    device = next(word for word in SMALL if word.startswith("cluster.preset=")).partition("=")[2]
+    asked = ["--tokens", "300B", "--price", f"{device}=2.5"]
+    with contextlib.redirect_stdout(out):
+        assert main(["plan", *SMALL, *asked, "--top", "1", "--html", str(path), "--json"]) == 0
+    cost = json.loads(out.getvalue())["answers"]["tokens"]
+    shown = browser.new_page()
+    shown.goto(path.as_uri())
+    drawn(shown, 1)
+    assert "Training on 300B tokens" in shown.locator("h2").all_inner_texts()
+    names = shown.locator("#results > .facts dt").all_inner_texts()
+    values = shown.locator("#results > .facts dd").all_inner_texts()
+    printed = dict(zip(names, (value.split("\n")[0] for value in values), strict=True))
+    assert list(printed) == ["Days", "Device hours", "Cost"]
+    assert float(printed["Days"]) == pytest.approx(cost["days"], rel=0.01)
+    units = {"": 1.0, "K": 1e3, "M": 1e6}
+    for name, value in (("Device hours", cost["device_hours"]), ("Cost", cost["cost"])):
+        number = printed[name].rstrip("KM")
+        unit = units[printed[name][len(number) :]]
+        assert float(number) * unit == pytest.approx(value, rel=0.01)
+    shown.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_frozen_it_shows_the_plan_and_asks_nobody(browser, frozen, axe, scheme):  # noqa: F811
     path, made = frozen

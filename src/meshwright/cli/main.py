@@ -43,6 +43,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "clean": "list the disk space of runs and prepared corpora, and remove old ones",
     "doctor": "examine the machine, a config before its start, or a run",
     "config": "show the resolved config with origins, or its schema; import another system's",
+    "completion": "complete commands, options and config keys in bash, zsh or fish",
 }
 
 EXAMPLE = """\

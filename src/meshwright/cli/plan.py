@@ -75,8 +75,8 @@ from meshwright.units import format_bytes, format_count, format_seconds
 
 # A part of a step or of a peak below this share is not printed.
 _LEAST = 0.001
-# A terminal of fewer columns has labels of layouts on several lines.
-_WIDE = 120
+# The columns of a terminal that a ranking leaves for the reasons why layouts lost.
+_REASONS = 32
 EXAMPLE = """\
 examples:
   meshwright plan
@@ -390,8 +390,12 @@ def _print_plan(plan: Plan, seconds: float, machine: Machine | None) -> None:
 def _table(plan: Plan) -> Table:
     # Where two columns wrap, rich cuts the words of one of them. So labels are wrapped here.
     printed = table(*COLUMNS, wraps=("why not",))
-    width = LONGEST_WORD if Console().width < _WIDE else _WIDE
-    for label, *cells in plan.rows():
+    rows = plan.rows()
+    *fixed, _ = list(zip(COLUMNS, *rows, strict=True))[1:]
+    between = len("  ") * (len(COLUMNS) - 1)
+    taken = sum(max(map(len, cells)) for cells in fixed) + between + _REASONS
+    width = max(LONGEST_WORD, Console().width - taken)
+    for label, *cells in rows:
         printed.add_row(textwrap.fill(label, width, break_on_hyphens=False), *cells)
     return printed
 

@@ -83,8 +83,9 @@ def frozen_page(
     contents = document(
         plan, args.words, labels, stated, (*_flags(args, named), *question_flags(args))
     )
-    points = planned.get("answers", {}).get("devices", [])
-    return page(asked_words(stated), {**contents, "points": points})
+    answers = planned.get("answers", {})
+    shown = {"points": answers.get("devices", []), "tokens": answers.get("tokens")}
+    return page(asked_words(stated), {**contents, **shown})
 
 
 def _flags(args: argparse.Namespace, named: Sequence[str]) -> Iterator[str]:

@@ -259,7 +259,7 @@ def _config(run: RunRecord) -> list[str]:
         if path.is_file()
     ]
     return [
-        table(headers, given, caption="What was given; everything else is default")
+        table(headers, given, caption="Values that are not defaults, and where each comes from")
         if given
         else "",
         folded(f"All {len(rows)} values", table(headers, rows)) if rows else "",

@@ -181,7 +181,7 @@
     }
     picture.append(make("text", { x: 0, y: 12 }, `${count(most)} tokens/s`), make("text", { x: wide / 2, y: 192, "text-anchor": "middle" }, "devices"));
     const tokens = fits[0] ? count(fits[0].takes.tokens) : "", priced = fits.some((one) => one.takes.cost !== null);
-    return [picture, make("p", { class: "hint" }, "The dotted line is in step with the first number of devices."),
+    return [picture, make("p", { class: "hint" }, "The dotted line is perfect scaling from the first number of devices."),
       table(["devices", "layout", "memory", "tokens/s", "MFU", `days for ${tokens}`, ...(priced ? ["cost"] : [])], points.map((one) => one.fits
         ? [String(one.devices), one.label, bytes(one.peak_memory_bytes), count(one.tokens_per_s), percent(one.mfu), digits(one.takes.days), ...(priced ? [count(one.takes.cost)] : [])]
         : [String(one.devices), "no layout fits", "–", "–", "–", "–", ...(priced ? ["–"] : [])]))];
@@ -189,6 +189,12 @@
 
   const facts = (rows) => make("dl", { class: "facts" }, ...rows.map(([name, value, beside]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, beside)))));
+  // What all tokens take with the best layout.
+  const bill = (takes) => facts([
+    ["Days", digits(takes.days), "with the best layout"],
+    ["Device hours", count(takes.device_hours), "of all devices together"],
+    ...(takes.cost === null ? [] : [["Cost", count(takes.cost), "at your price of a device hour"]]),
+  ]);
   const capital = (text) => text[0].toUpperCase() + text.slice(1);
   const side = (one, limit) => {
     const box = make("section", { "aria-label": one.label }, make("h3", {}, one.label), make("p", { class: "why" }, one.why_not ? `Why not: ${one.why_not}` : "The best layout."));
@@ -255,6 +261,7 @@
       ...(found.ranked.length ? ranking(found, sides.map((one) => one.label)) : []),
       make("div", { class: "sides" }, ...sides.map((one) => side(one, found.limit))),
       make("details", {}, make("summary", {}, "Ruled out"), table(["reason", "layouts"], Object.entries(found.ruled_out).map(([why, n]) => [why, n.toLocaleString("en")]))),
+      ...(found.tokens ? [make("h2", {}, `Training on ${count(found.tokens.tokens)} tokens`), bill(found.tokens)] : []),
       ...(given.frozen && !found.points.length ? [] : [make("h2", {}, "More and fewer devices"), make("div", { id: "curve" }, ...(found.points ? [] : [make("p", { class: "hint" }, "Planning more and fewer devices …")]))]),
       make("h2", {}, "Basis"), rests(found),
       ...(found.choices.length ? [make("p", { class: "hint" }, `Chosen for the best: ${found.choices.map(([what, text]) => `${what}: ${text}`).join("; ")}.`)] : []),

@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,8 +223,9 @@ def create(job: Job) -> None:
     """
     folder = job.folder
     folder.log(0).parent.mkdir(parents=True, exist_ok=True)
+    origins = _first_origins(job)
     _write(folder.config, to_toml(portable(job.config)))
-    _write(folder.path / PROVENANCE, _json(job.config.origins))
+    _write(folder.path / PROVENANCE, _json(origins))
     plan = {
         "config": job.config.model_dump(mode="json"),
         "layout": job.layout.model_dump(mode="json"),
@@ -248,6 +249,23 @@ def create(job: Job) -> None:
             temporary = latest.with_name(f".latest-{os.getpid()}")
             temporary.symlink_to(folder.path.name)
             temporary.replace(latest)
+
+
+def _first_origins(job: Job) -> dict[str, str]:
+    """Return where each value of a config came from; for a resumed run, those of its first start.
+
+    A resumed run reads its own `config.toml`, which has every key, also those that were defaults.
+    """
+    origins = dict(job.config.origins)
+    try:
+        first = parse_json(read_text(job.folder.path / PROVENANCE))
+    except (OSError, ValueError):  # a new run, or a damaged file
+        return origins
+    own = f"{job.folder.config.name}:"
+    for key in origins if isinstance(first, Mapping) else ():
+        if origins[key].startswith(own) and isinstance(first.get(key), str):
+            origins[key] = first[key]
+    return origins
 
 
 def restore(job: Job) -> None:
