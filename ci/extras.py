@@ -96,7 +96,7 @@ EXTRAS: Final = {
             *("tests/serve/test_serve.py", "tests/serve/test_serve_browser.py"),
         ),
         8,
-        ("meshwright[ui]", "axe-playwright-python"),
+        ("meshwright[ui]", "axe-playwright-python", "pillow"),
         (Package("chromium", "chromium"),),
     ),
     "trackers": Extra(

@@ -51,7 +51,7 @@ ABSENT = {
     r"every step has (the same|a whole) batch": ["train.batch_*", "train.*ramp*"],
     r"epochs are not read from this file": [],
     r"updates are not split": ["optimizer.*delay*", "layout.*zenflow*"],
-    r"the batch does not follow": ["train.*elastic*", "layout.*elastic*", "cluster.*elastic*"],
+    r"the batch does not follow": ["train.*elastic*", "layout.*elastic*"],
     # precision
     r"fp16 weights have masters|fp32 weights": ["train.master=*fp16*", "optimizer.*master*"],
     r"gradients add up in fp32": ["train.*accum*"],

@@ -219,7 +219,7 @@ def test_every_package_that_tests_may_miss_is_installed_by_ci():
     always = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").open()}
     of_group = {ROOT / test: name for name, one in EXTRAS.items() for test in one.tests}
     modules = {"megatron": "megatron-core", "sky": "skypilot", "kubeflow": "kubeflow-training"}
-    modules["mlflow"] = "mlflow-skinny"
+    modules |= {"mlflow": "mlflow-skinny", "PIL": "pillow"}
     seen = set()
     for path, module in packages_that_tests_may_miss():
         if path == Path(__file__) or module in always:

@@ -261,9 +261,9 @@ def _first_origins(job: Job) -> dict[str, str]:
         first = parse_json(read_text(job.folder.path / PROVENANCE))
     except (OSError, ValueError):  # a new run, or a damaged file
         return origins
-    own = f"{job.folder.config.name}:"
+    from_run = f"{job.folder.config.name}:"
     for key in origins if isinstance(first, Mapping) else ():
-        if origins[key].startswith(own) and isinstance(first.get(key), str):
+        if origins[key].startswith(from_run) and isinstance(first.get(key), str):
             origins[key] = first[key]
     return origins
 

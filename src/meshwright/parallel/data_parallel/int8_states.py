@@ -105,7 +105,8 @@ def _sums_of(key: str) -> NDArray[np.int32]:
     first = np.arange(-(1 << 15), 1 << 15, dtype=np.int64) << _HALF
     codes = np.searchsorted(ordered, first)
     following = np.append(ordered, first[-1] + _LOWER)[codes]
-    return ((codes << _HALF) + _LOWER - np.minimum(following - first, _LOWER)).astype(np.int32)
+    added = (codes << _HALF) + _LOWER - np.minimum(following - first, _LOWER)
+    return np.asarray(added, np.int32)
 
 
 def add_state(tensors: dict[str, Tensor], state: State, like: Tensor) -> None:
