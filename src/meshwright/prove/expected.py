@@ -31,8 +31,9 @@ VANISHING: Final = 36.0
 FEW: Final = 64
 FEW_MARGIN: Final = 3 * MARGIN
 # How far apart numbers are, relative to themselves: of fp32 half of it, one rounding; of bf16 all,
-# which is how far a weight may be off if it is rounded to the other side.
-SPACINGS: Final = {"fp32": 2.0**-24, "bf16": 2.0**-7}
+# which is how far a weight may be off if it is rounded to the other side; of the largest codes of
+# int8 0.9 / 64 (`numbers_of` in spec/optimizers/base.py).
+SPACINGS: Final = {"fp32": 2.0**-24, "bf16": 2.0**-7, "int8": 2.0**-6}
 
 
 class Expected(NamedTuple):
@@ -40,7 +41,8 @@ class Expected(NamedTuple):
     rounding.
 
     If the tensors are updates, `added_to` has the weights to which they are added, and `spacing`
-    the distance between neighboring numbers of the weights' dtype, relative to their size.
+    the distance between neighboring numbers of the weights' dtype, relative to their size. For
+    states in few bits, `added_to` are the states themselves.
     """
 
     exact: Mapping[str, Tensor]

@@ -125,10 +125,9 @@ _OPTIMIZED: Final = (
     (ADAMW.model_copy(update={"state_dtype": "int8"}), _NO_MASTERS),
     (_MUON, _NO_MASTERS),
 )
-# They have those of the first so many kinds that have no biases in attention, as an update depends
-# on shapes alone. Odd and tied ones are among them. The gradient of a key's bias is zero but for
-# rounding, so states of few bits have nothing to be compared with.
-_PLAIN: Final = 12
+# They have the first so many kinds, as an update depends on shapes alone. Odd and tied ones are
+# among them.
+_PLAIN: Final = 7
 # Layouts of their own fame, which must stay in whatever the spread picks.
 _NAMED: Final = {
     2: ("dp2 mb2",),
@@ -206,12 +205,7 @@ def _of_optimizers(world: int) -> Iterator[Case]:
     for turn, ((spec, train), (label, fsdp2)) in enumerate(product(_OPTIMIZED, ways)):
         layout = Layout.parse(label)
         mixtures = [kind for kind in EXPERT_KINDS if kind.flags["experts"] % layout.ep == 0]
-        kinds = [
-            kind
-            for kind in (mixtures if layout.ep > 1 else KINDS[:_PLAIN])
-            if not _case(layout, train, 0, [kind]).model.attention_bias
-        ]
-        case = _case(layout, train, turn, kinds)
+        case = _case(layout, train, turn, mixtures if layout.ep > 1 else KINDS[:_PLAIN])
         yield replace(case, layout=layout, optimizer=spec, fsdp2=fsdp2)
 
 

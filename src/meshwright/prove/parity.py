@@ -162,16 +162,14 @@ def _optimizer_state(
     Returns None for an optimizer without state, such as SGD without momentum.
     """
     exact, rounded = reference.exact, reference.rounded
-    kinds = [
-        compare(
-            trial.parallel,
-            trial.state(key),
-            Expected(exact.state[key], [sample.state[key] for sample in rounded]),
-            world,
-            names,
-        )
-        for key in exact.state
-    ]
+    dtype = reference.optimizer.state_dtype
+    kinds = []
+    for key, state in exact.state.items():
+        samples = [sample.state[key] for sample in rounded]
+        # In fewer bits, a number may be rounded to the other side of those of all samples.
+        jumps = None if dtype == "fp32" else state
+        expected = Expected(state, samples, jumps, SPACINGS[dtype])
+        kinds.append(compare(trial.parallel, trial.state(key), expected, world, names))
     if not kinds:
         return None
     worst = max((kind.worst for kind in kinds), key=lambda difference: difference.share)
