@@ -24,6 +24,7 @@ def leaving(world, folder):
     rank 2 was freed while the others' processes ran on.
     """
     group, freed = dist.new_group(backend="gloo"), Path(folder) / "freed"
+    dist.barrier(group=group)  # all are connected
     if world.rank != 2:
         leave_generation()
         until = time.monotonic() + WAIT_S

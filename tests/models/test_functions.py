@@ -46,8 +46,9 @@ def normed(plus_one):
     return ops._RMSNorm.forward(Context(), torch.randn(2, 4, 8), torch.ones(8), 1e-5, plus_one)
 
 
-def rotated(dims):
-    return ops._Rotate.forward(Context(), torch.randn(2, 2, 4, 8), *torch.randn(2, 4, dims))
+def rotated(dims, is_adjacent):
+    tables = torch.randn(2, 4, dims)
+    return ops._Rotate.forward(Context(), torch.randn(2, 2, 4, 8), *tables, is_adjacent)
 
 
 def dropped():
@@ -65,7 +66,8 @@ def normed_over_ranks(monkeypatch):
 FORWARDS = {
     **{f"gated by {name}": lambda _, name=name: gated(name) for name in ("silu", "gelu")},
     **{f"norm, {one}": lambda _, one=one: normed(one) for one in (False, True)},
-    **{f"rotated, {dims} of 8": lambda _, dims=dims: rotated(dims) for dims in (4, 8)},
+    **{f"rotated, {dims} of 8": lambda _, dims=dims: rotated(dims, False) for dims in (4, 8)},
+    "adjacent dims rotated": lambda _: rotated(4, True),
     "dropout": lambda _: dropped(),
     "norm over ranks": normed_over_ranks,
 }

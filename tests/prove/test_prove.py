@@ -141,7 +141,7 @@ def test_each_family_has_its_layouts_in_the_table():
 
 
 OPTIMIZED = {
-    *(("muon",), ("muon", "no masters"), ("lion",), ("no masters",)),
+    *(("muon",), ("muon", "no masters"), ("no masters",)),
     *(("bf16 states",), ("bf16 states", "stochastic"), ("bf16 states", "no masters", "stochastic")),
     *(("int8 states",), ("int8 states", "no masters")),
 }

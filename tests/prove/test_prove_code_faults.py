@@ -308,7 +308,7 @@ def test_the_table_has_long_microbatches_and_large_tensors_in_every_world():
             size > 2**22 and case.layout.dp_shard > 1
             for size, case in zip(largest, cases, strict=True)
         )
-        assert {case.optimizer.name for case in cases} == {"adamw", "sgd"}
+        assert {case.optimizer.name for case in cases} >= {"adamw", "sgd"}
 
 
 def place(world, name, label):

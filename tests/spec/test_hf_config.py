@@ -153,7 +153,7 @@ REFUSED = [
      "factor = inf is beyond any"),
     (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
      "rope_parameters.full_attention is a table"),
-    (LLAMA, {"model_type": "ernie4_5"}, "like llama, with adjacent rotated pairs"),
+    (LLAMA, {"model_type": "nemotron"}, "like neox, with a LayerNorm of 1 . weight"),
     (LLAMA, {"model_type": "hunyuan_v1_dense"}, "like qwen3, with norms of heads after the rot"),
     (LLAMA, {"model_type": "minimax_m2", "num_key_value_heads": 4, "rotary_dim": 8,
      "head_dim": None}, "rotary_dim = 8 needs the key 'head_dim'"),

@@ -9,6 +9,7 @@ from meshwright.spec.families.base import (
     Family,
     llama_keys,
     llama_modules,
+    preset,
     sizes_of,
 )
 
@@ -24,4 +25,15 @@ ARCEE: Final = Family(
     defaults={"activation": "relu2"},
     default_activation="relu2",
     inert={"hidden_dropout": (0.0,)},
+    # HF config of arcee-ai/AFM-4.5B-Base, before its context was extended.
+    presets={
+        "afm-4.5b": preset(
+            "arcee",
+            *(128004, 2560, 36, 20),
+            n_kv_heads=4,
+            head_dim=128,
+            ffn_dim=18432,
+            context=4096,
+        ),
+    },
 )

@@ -55,7 +55,7 @@ EXAONE4: Final = Family(
             rope_theta=1e6,
             rope_scaling=_LONGER,
             tie_embeddings=True,
-            layer_pattern=({},),
+            layer_pattern=(),
         ),
         "exaone-4.0-32b": preset(
             "exaone4",
