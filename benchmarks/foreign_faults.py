@@ -25,6 +25,7 @@ Each is put into a system's own objects or functions before the first of two ste
 ranks of CPU processes, and the run is compared by [`prove`](../guides/is-my-training-right.md).
 "Named" is the kind of the first fault of the verdict. The same systems and layouts without faults
 are rows of [the table](../others.md). `tests/seeded_trainers.py` has more, on torch's engines.
+Rows are kept until their system is run again, so they are of several runs.
 
 `python -m benchmarks.foreign_faults --page docs/records/foreign-faults.md` writes this page.
 

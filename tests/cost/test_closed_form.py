@@ -110,7 +110,7 @@ def test_states_are_those_of_the_walk(seed):
 
 
 # Rings with windows: of a windowed layer's partial results, the closed form counts those of the
-# queries that see any key, the walk those of all queries (docs/records/log.md).
+# queries that see any key, as a CPU does, and the walk those of all queries (docs/records/log.md).
 RINGS_WITH_WINDOWS = (41, 72, 83)
 
 
