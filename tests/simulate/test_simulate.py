@@ -154,6 +154,13 @@ def test_memory_that_is_not_the_programs_is_found():
         assert [text.partition(":")[0] for text in lying.differences] == [named]
 
 
+@pytest.mark.parametrize("size", [[], ["layout.tp=2"]], ids=["fused", "sharded"])
+def test_the_loss_of_a_gpu_takes_what_the_program_says(size):
+    """A compiled loss has logits and their gradient only, and a large vocabulary shows it."""
+    of_gpu = ["cluster.preset=a40", "train.precision=bf16", "model.vocab_size=50000"]
+    assert main(["simulate", *SMALL, *of_gpu, "--world", "2", *size]) == 0
+
+
 def test_the_states_are_those_of_the_configs_optimizer(capsys):
     """SGD without momentum keeps nothing, in tensors and in the prediction."""
     assert main(["simulate", *SMALL, "optimizer.name=sgd", "--world", "1", "--json"]) == 0

@@ -23,6 +23,7 @@ from meshwright.comm.groups import Groups, open_groups
 from meshwright.comm.wire import Wire, WireMessage, WorkCounter, expected_messages
 from meshwright.comm.world import World
 from meshwright.models import Transformer
+from meshwright.parallel import loss as head_loss
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.batch import Batch, Feed
 from meshwright.parallel.build import describe, materialise
@@ -186,7 +187,12 @@ def dry_run(
     world_of = fake_world(rank, program.layout.world, recorder, device)
     with world_of as world, labelled_in_data(memory.label):
         groups, deferral, modules = _described(program, world)
-        with fake_tensors(), memory, watched(recorder):
+        with (
+            fake_tensors(),
+            memory,
+            watched(recorder),
+            replaced(head_loss, "_fused", lambda _: lambda: _fused_loss),
+        ):
             parallel = materialise(program, groups, world.device, _blank, modules, deferral)
             batch = Feed(device).bring(_batch(program))
             # A forward, after which FSDP2 has its final shards, as between any two steps.
@@ -266,6 +272,14 @@ def _on_fakes(run: Callable[..., None]) -> Callable[..., None]:
 def _blank(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
     """Return zeros without memory for a rank's shard of a weight."""
     return torch.zeros(()).expand([stop - start for start, stop in region])
+
+
+def _fused_loss(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Return what the compiled loss allocates: a sum in fp32 and a gradient like the logits.
+
+    Fake tensors run no compiled code: uncompiled, it would allocate several fp32 copies.
+    """
+    return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
 
 def _batch(program: Program) -> Batch:
