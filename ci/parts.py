@@ -14,8 +14,8 @@ FACTOR: Final = 3.5
 # But not before so many seconds: what takes a minute varies most.
 LEAST_LIMIT_S: Final = 600.0
 # The slow tests and those of faults are dealt into so many shares, of which a commit has one.
-SLOW_SHARES: Final = 20
-FAULT_SHARES: Final = 2
+SLOW_SHARES: Final = 30
+FAULT_SHARES: Final = 5
 # Layouts drawn from the tables of 4, 8 and 16 ranks, and at random; mutants.
 DRAWN: Final = {4: 8, 8: 8, 16: 1}
 RANDOM_LAYOUTS: Final = 100

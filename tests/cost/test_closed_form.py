@@ -109,20 +109,8 @@ def test_states_are_those_of_the_walk(seed):
         assert closed == walked, (layout.label, place)
 
 
-# Rings with windows: of a windowed layer's partial results, the closed form counts those of the
-# queries that see any key, as a CPU does, and the walk those of all queries (docs/records/log.md).
-RINGS_WITH_WINDOWS = (41, 72, 83)
-
-
-def known(seed):
-    reason = "a windowed layer's partial results in a ring"
-    return pytest.param(seed, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
 @pytest.mark.often(30)
-@pytest.mark.parametrize(
-    "seed", [known(seed) if seed in RINGS_WITH_WINDOWS else seed for seed in SEEDS]
-)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_a_layer_saves_and_defers_is_that_of_the_walk(seed):
     """Up to the rounding of tokens by expert: of one sequence here, of a microbatch there."""
     setting, layout = drawn(seed, offloaded=("none",))

@@ -149,6 +149,7 @@ def test_weights_are_gathered_in_the_bytes_of_the_program(zero):
     assert data_messages(one, kernels, layout, held) == pytest.approx(step)
 
 
+@pytest.mark.often(2)
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("device", ["cpu", "h100-sxm"])
 def test_a_search_goes_by_the_price(device, devices):

@@ -71,7 +71,7 @@ def walked(program, rank: int) -> int:
     return timeline(program, rank).moments[-1].held.get("optimizer", 0)
 
 
-@pytest.mark.often(50)
+@pytest.mark.often(25)
 @pytest.mark.parametrize("spec", SPECS, ids=label_of)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 def test_the_closed_form_is_the_walk(case, spec):
@@ -83,7 +83,7 @@ def test_the_closed_form_is_the_walk(case, spec):
         assert closed_form(case, pp_rank) == walked(program, rank)
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("label", ["pp2 zbv v2 mb1", "pp2 1f1b mb1", "mb1"])
 def test_a_tied_head_on_the_rank_of_the_embedding_has_its_own_copy(label, tied):
@@ -112,7 +112,7 @@ def test_the_walk_is_the_dry_run(case, spec):
         assert after["optimizer"] == walked(program, rank)
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("spec", SPECS, ids=label_of)
 def test_an_update_takes_the_workspace_that_the_walk_has(spec):
     """Few tokens, and a vocabulary whose rows are updated in several pieces."""

@@ -23,6 +23,7 @@ def test_the_page_has_ten_trainings_as_they_were_computed():
     assert BEGIN + rows(RESULTS) + END in PAGE.read_text(encoding="utf-8"), AGAIN
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: result["name"])
 def test_a_published_training_is_priced_as_the_page_says(result):
     training = TRAININGS[result["name"]]

@@ -225,7 +225,7 @@ def test_all_families_are_generated_with():
     assert sorted(KINDS) == list(FAMILIES)
 
 
-@pytest.mark.often(4)
+@pytest.mark.often(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_exported_model_stops_in_transformers_where_it_stops_here(family, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")

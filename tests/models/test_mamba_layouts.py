@@ -118,7 +118,7 @@ CASES = [
 ]
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", labelled(CASES))
 def test_a_layout_is_one_device(case):
     check_parity(case)
@@ -140,7 +140,7 @@ CENSUS = [
 ]
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize("case", labelled(CENSUS))
 def test_a_program_is_what_its_ranks_do(case):
     check_census(case)
@@ -210,7 +210,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.often(3)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("fault", "case"),
     [pytest.param(*seeded_fault, id=seeded_fault[0].__name__) for seeded_fault in FAULTS],
@@ -219,7 +219,7 @@ def test_faults_are_caught(fault, case):
     check_caught(fault, case)
 
 
-@pytest.mark.often(2)
+@pytest.mark.often(1)
 @pytest.mark.parametrize(
     ("fault", "label", "packed"),
     [pytest.param(*faulty, id=faulty[0].__name__) for faulty in PASSING],

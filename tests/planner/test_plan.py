@@ -110,6 +110,7 @@ def ranking(capsys, monkeypatch, columns):
     return " ".join(line[:before] for line in lines[first + 1 : last]).split(), reasons.split()
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("columns", ["80", "100", "140"])
 def test_the_ranking_cuts_no_word(capsys, monkeypatch, columns):
     """It told of a layout that is "faster, but les simple"."""
@@ -121,6 +122,7 @@ def test_the_ranking_cuts_no_word(capsys, monkeypatch, columns):
     assert "interleaved_zero_bubble" in layouts
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("columns", ["100", "120", "130", "160"])
 def test_reasons_have_room_beside_long_labels(capsys, monkeypatch, columns):
     """On 130 columns a label of 91 left three to the reasons: a letter or two on each line."""

@@ -170,7 +170,7 @@ def _check_paces(search, node):
             assert search._least_bytes(core, ("none",)) <= needed * (1 + 1e-9), (core, order)
 
 
-@pytest.mark.often(10)
+@pytest.mark.often(5)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_search_without_bounds_ranks_the_same_layouts(seed, monkeypatch):
     """With the same exact prices, also where a listed layout turns out not to fit."""

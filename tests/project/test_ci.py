@@ -54,7 +54,7 @@ def test_orders_are_fair_and_independent():
 def test_a_few_commits_have_every_group_and_every_share():
     missed = 0
     for trial in range(100):
-        every = [p for one in commits(100 + trial, 240) for p in of_commit(one)]
+        every = [p for one in commits(100 + trial, 360) for p in of_commit(one)]
         parts = [p for p in every if p.is_required]  # on a slow machine there are no others
         groups = {p.name for p in parts if p.name.startswith("extras-")}
         shares = {p.why for p in parts if p.name == "slow"}

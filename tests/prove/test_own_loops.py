@@ -55,7 +55,7 @@ def test_no_right_loop_is_accused(name, tmp_path):
     assert NOTED.get(name, "") in " ".join(verdict["notes"])
 
 
-@pytest.mark.often(5)
+@pytest.mark.often(3)
 @pytest.mark.parametrize(("name", "fault", "kind"), FAULTS)
 def test_a_fault_is_named(name, fault, kind, tmp_path):
     verdict = on_ranks(2, run_loop, name=name, fault=fault, folder=tmp_path)[0]

@@ -281,7 +281,9 @@ def quiet(outcome):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("only", ["dp2 mb1", pytest.param("", marks=pytest.mark.slow, id="whole")])
+@pytest.mark.parametrize(
+    "only", ["zero3 mb1, ", pytest.param("", marks=pytest.mark.slow, id="whole")]
+)
 def test_two_ranks_and_json(only, capsys):
     words = ["prove", "--matrix", "--world", "2", "--json", *(["--only", only] if only else [])]
     assert main(words) == 0

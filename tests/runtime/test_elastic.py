@@ -101,6 +101,7 @@ def test_the_ranks_of_a_generation_are_those_of_its_replicas(tmp_path):
 # --- a killed rank ---------------------------------------------------------------------------
 
 
+@pytest.mark.often(1)
 @pytest.mark.parametrize("phase", ["forward", "update", "log"])
 def test_the_others_go_on_where_a_replica_is_killed(go, undisturbed, phase):
     """In `log` all have updated already; else none has, and the step is repeated."""

@@ -60,6 +60,7 @@ def hashes(root):
     return {name: entry["sha256"] for name, entry in files.items() if "safetensors" in name}
 
 
+@pytest.mark.slow
 def test_a_run_in_a_store_is_killed_resumed_elsewhere_and_fetched(folder, capsys):
     """Bit for bit as an undisturbed one in a folder; then on another layout and machine."""
     train(*RUN, "log.dir=whole")
@@ -116,6 +117,7 @@ def test_a_store_that_takes_nothing_is_refused_before_the_start(folder):
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_data_in_a_store_trains_the_same_and_damaged_rows_are_left_out(folder, capsys):
     """Bit for bit as from the folder; resumed from either; then with a bit flipped in the store."""
     command = ["data", "prepare", "store", "--source", "corpus.txt", "--tokenizer", "bytes"]

@@ -248,6 +248,7 @@ def test_processes_that_ask_at_once_download_once(hub, tmp_path):
     assert len(hub.fetched(".safetensors")) == 1
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_train_one_commit_that_is_downloaded_once(hub, tmp_path):
     model = model_of("llama")
     save_hf(model, tmp_path / "model")

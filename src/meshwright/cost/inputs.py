@@ -13,7 +13,6 @@ from meshwright.cost.network import Network, Picks
 from meshwright.cost.systems import System
 from meshwright.cost.work import LayoutWork, RankLayers, layout_work
 from meshwright.layout import Layout
-from meshwright.program.float8 import remakes_inputs
 from meshwright.program.schedule import stage_ranks
 from meshwright.program.sizes import ELEMENT_BYTES
 from meshwright.program.stages import Stage, split_stages
@@ -140,8 +139,9 @@ class CostInputs:
         """`layout_work` for this model and sequence length, cached without hashing the model at
         each call."""
         train = self.train
-        remakes = remakes_inputs(train, self.target)
-        known = partial(layout_work, self.model, train.seq_len, train.precision, remakes=remakes)
+        given = (self.model, train.seq_len, train.precision)
+        target = self.target._replace(imbalance=1.0)
+        known = partial(layout_work, *given, fp8=train.fp8, target=target)
         return lru_cache(maxsize=8192)(known)
 
     def kernels(self) -> Kernels:

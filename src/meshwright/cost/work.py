@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, starmap
 from operator import mul
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from meshwright.cost.attending import Attends, attends
 from meshwright.cost.timeline import layer_bytes
@@ -29,6 +29,8 @@ from meshwright.program.stages import Stage
 from meshwright.program.target import Target
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import OptimizerSpec, TrainSpec
+
+_CPU: Final = Target()
 
 
 class Product(NamedTuple):
@@ -207,17 +209,17 @@ def layout_work(
     etp: int | None = None,
     imbalance: float = 1.0,
     *,
-    remakes: bool = False,
+    fp8: bool = False,
+    target: Target = _CPU,
 ) -> LayoutWork:
     """Return the work of a microbatch of `microbatch` sequences with these layout keys; cached.
 
-    `remakes` says that inputs of float8 matmuls are cast again in the backward:
-    `program.float8.remakes_inputs`.
+    `fp8` is that of the training, `target` what computes it, but for its imbalance.
     """
     of_one = (seq_len, precision, tp, sp, cp, cp_kind)
     shared_out = (ep, etp, imbalance)
     if microbatch > 1:
-        single = layout_work(model, *of_one, 1, recompute, *shared_out, remakes=remakes)
+        single = layout_work(model, *of_one, 1, recompute, *shared_out, fp8=fp8, target=target)
         return LayoutWork(single.one, microbatch)
     if len(model.layer_kinds) > 1:
         # Layers without experts are the same however others are shared out: the cache has them.
@@ -228,7 +230,8 @@ def layout_work(
                 1,
                 recompute,
                 *(shared_out if model.has_experts(kind) else ()),
-                remakes=remakes,
+                fp8=fp8,
+                target=target,
             )
             for kind in model.layer_kinds
         }
@@ -239,12 +242,16 @@ def layout_work(
     layout = Layout.model_validate({**degrees, "microbatch": 1, "recompute": recompute})
     batch = layout.expert_data
     layout = layout.model_copy(update={"dp_replicate": batch})
-    fields = {"batch": batch, "seq_len": seq_len, "precision": precision, "fp8": remakes}
+    fields = {"batch": batch, "seq_len": seq_len, "precision": precision, "fp8": fp8}
     train = TrainSpec.model_validate(fields)
-    target = Target(imbalance=imbalance, compiled=remakes)
     small = model.model_copy(update={"n_layers": 1})
     one_layer = Program(
-        small, train, OptimizerSpec(), layout, (Stage(0, 0, 1, True, True),), target
+        small,
+        train,
+        OptimizerSpec(),
+        layout,
+        (Stage(0, 0, 1, True, True),),
+        target._replace(imbalance=imbalance),
     )
     return LayoutWork(_sequence_work(one_layer), 1)
 

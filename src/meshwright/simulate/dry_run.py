@@ -187,12 +187,7 @@ def dry_run(
     world_of = fake_world(rank, program.layout.world, recorder, device)
     with world_of as world, labelled_in_data(memory.label):
         groups, deferral, modules = _described(program, world)
-        with (
-            fake_tensors(),
-            memory,
-            watched(recorder),
-            replaced(head_loss, "_fused", lambda _: lambda: _fused_loss),
-        ):
+        with fake_tensors(), memory, watched(recorder), _loss_as_compiled():
             parallel = materialise(program, groups, world.device, _blank, modules, deferral)
             batch = Feed(device).bring(_batch(program))
             # A forward, after which FSDP2 has its final shards, as between any two steps.
@@ -272,6 +267,10 @@ def _on_fakes(run: Callable[..., None]) -> Callable[..., None]:
 def _blank(name: str, shape: tuple[int, ...], region: Region) -> Tensor:
     """Return zeros without memory for a rank's shard of a weight."""
     return torch.zeros(()).expand([stop - start for start, stop in region])
+
+
+def _loss_as_compiled() -> AbstractContextManager[None]:
+    return replaced(head_loss, "_fused", lambda _: lambda: _fused_loss)
 
 
 def _fused_loss(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
