@@ -133,6 +133,7 @@ def test_what_a_layer_saves_and_defers_is_that_of_the_walk(seed):
         assert closed.deferred[place] == approx(deferred)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_peaks_are_near_those_of_the_walk(first):
     """The most of each category is not there at once, so the closed form is mostly above; it takes

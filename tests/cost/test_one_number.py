@@ -56,7 +56,7 @@ def check_one_number(found, layout):
     return one
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_price_is_what_its_profile_shows(world):
     for found, layout in list(cases(world))[::3]:

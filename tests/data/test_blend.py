@@ -28,6 +28,7 @@ def sources(tmp_path):
     return found
 
 
+@pytest.mark.slow
 @given(weights)
 def test_shares_are_near_at_every_moment_and_no_sample_is_left_out(weights):
     blend = Blend(weights)

@@ -304,6 +304,7 @@ def test_the_config_keeps_conversations_apart():
         load_config(None, ["data.chat_template=a.jinja"])
 
 
+@pytest.mark.slow
 def test_a_stream_tells_which_fields_are_not_used_as_a_store_does(tmp_path, tokenizer):
     pytest.importorskip("datasets")
     lines = (CHAT / "conversations.jsonl").read_text().splitlines()

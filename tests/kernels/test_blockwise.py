@@ -97,6 +97,7 @@ def test_large_scores_neither_overflow_nor_vanish():
     assert roundings(found, expected, torch.float32, largest) < 2
 
 
+@pytest.mark.slow
 def test_the_operators_keep_torchs_rules():
     """Schemas, fake tensors, autograd: what compiling and rehearsing rest on."""
     leaves, grad = inputs((2, 4, 2, 70, 8), torch.bfloat16)

@@ -79,6 +79,7 @@ def test_its_dtype_is_that_of_the_queries(dtype):
         assert error < 8 * torch.finfo(dtype).eps
 
 
+@pytest.mark.slow
 def test_torch_finds_nothing_wrong_with_the_operation():
     """Schema, fake tensors, strides and autograd as torch's own check wants them."""
     op = torch.ops.meshwright.attend_varlen.default

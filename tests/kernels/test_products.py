@@ -210,7 +210,7 @@ def test_what_is_not_compiled_has_its_products_as_ever():
     assert torch.equal(out, expected)
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @needs_onednn
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
 @pytest.mark.usefixtures("through_onednn")

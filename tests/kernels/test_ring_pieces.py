@@ -48,6 +48,7 @@ def check(pieces, queries, keys, window):
 CHUNK = 70  # cut into two blocks, of which the last is short
 
 
+@pytest.mark.often(3)
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 def test_every_visible_pair_is_computed_once(cp, cap):

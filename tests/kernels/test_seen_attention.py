@@ -121,7 +121,7 @@ def test_half_precision_is_as_near_as_plain_operations():
         assert max(found) < 0.02, found
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind, (packed, _) in BOUNDS.items() if packed])
 def test_documents_are_those_of_a_cpu(kind):
     """Operators of documents on a GPU and on a CPU, forward and backward."""

@@ -64,6 +64,7 @@ def test_they_compute_the_same(layers, label, family, tied):
     assert not [verdict for verdict in outcome.verdicts if not verdict.passed]
 
 
+@pytest.mark.slow
 def test_a_dry_run_has_the_predicted_bytes_and_messages(capsys):
     keys = [f"model.{key}={value}" for key, value in small(2).model_dump().items() if key in SIZES]
     layout = ["layout.pp=2", "layout.schedule=zbv", "layout.virtual_stages=2"]

@@ -97,6 +97,7 @@ def test_rows_are_kept_as_they_are_measured_and_a_second_call_goes_on(tmp_path, 
     assert other.results.found == {}
 
 
+@pytest.mark.slow
 def test_what_failed_is_tried_again_after_the_rest(tmp_path):
     asked = rows(["train"])[:3]
     late = Answer({}, "took longer than 60 s", ["last words"])

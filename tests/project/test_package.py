@@ -97,6 +97,7 @@ def test_a_plan_of_this_machine_needs_no_torch_and_says_what_it_rests_on(tmp_pat
         assert "shipped constants" in said
 
 
+@pytest.mark.slow
 def test_what_computes_says_in_one_sentence_what_to_install(tmp_path):
     commands = [
         ("train", *TINY),
@@ -116,6 +117,7 @@ def test_what_computes_says_in_one_sentence_what_to_install(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_another_package_that_is_missing_is_no_matter_of_the_extra(tmp_path):
     code = HIDES.replace('("torch", "safetensors")', '("yaml",)')
     words = [sys.executable, "-c", code, "launch", "--help"]

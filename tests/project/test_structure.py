@@ -129,6 +129,15 @@ def test_imports_between_the_packages_of_a_room_go_one_way(room):
 SHIMS = "runtime/peers"
 
 
+def dotted_name(node):
+    """The names that an attribute is reached by; "" for an attribute of a call's result."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""
+
+
 def private_names_of_torch(path):
     """Yield what a file uses of torch's private API; `torch.ops` holds operators by name."""
 
@@ -141,20 +150,15 @@ def private_names_of_torch(path):
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            names = [ast.unparse(node)]
+            names = [dotted_name(node)]
         elif isinstance(node, ast.Constant) and re.fullmatch(r"torch[\w.]*", str(node.value)):
             names = [str(node.value)]
         else:
             continue
         for name in names:
             root, _, rest = name.partition(".")
-            is_name = re.fullmatch(r"[\w.]+", name)  # not a method of what a call returns
-            if (
-                is_name
-                and root in ("torch", "dist")
-                and is_private(rest)
-                and not rest.startswith("ops.")
-            ):
+            is_of_torch = root in ("torch", "dist") and not rest.startswith("ops.")
+            if is_of_torch and is_private(rest):
                 yield f"{path.relative_to(SRC)}:{node.lineno}: {name}"
         if "unittest.mock" in names or "unittest" in [name.partition(".")[0] for name in names]:
             yield f"{path.relative_to(SRC)}:{node.lineno}: unittest"

@@ -33,10 +33,13 @@ def test_no_name_is_without_a_user():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "meshwright.torch_private":
                 used |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch_private":
-                used.add(node.attr)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch_private.missing":
-                used |= {argument.value for argument in node.args}
+            match node:
+                case ast.Attribute(value=ast.Name(id="torch_private")):
+                    used.add(node.attr)
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="torch_private"), attr="missing")
+                ):
+                    used |= {argument.value for argument in node.args}
     assert set(NAMES) - used == set()
 
 

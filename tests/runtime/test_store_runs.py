@@ -100,6 +100,7 @@ def test_a_run_in_a_store_is_killed_resumed_elsewhere_and_fetched(folder, capsys
         )
 
 
+@pytest.mark.slow
 def test_a_new_run_takes_no_store_of_another(folder):
     url = f"file://{folder}/bucket/run"
     train(*RUN, f"checkpoint.dir={url}", "train.steps=2")

@@ -158,7 +158,7 @@ def test_fsdp2_updates_as_one_device_does():
         assert [verdict for verdict in verdicts if not verdict.passed] == []
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["shard2 zero3 mb1", "tp2 sp mb1", "pp2 1f1b mb1"])
 def test_a_step_is_read_bit_for_bit_by_any_layout(label, tmp_path):
     check_read_by(("mb1",), label, GROUPED, str(tmp_path), rtol=1e-4, atol=1e-5)

@@ -155,7 +155,7 @@ def test_layouts_update_as_one_device_does(label, model, fields):
         assert [verdict for verdict in verdicts if not verdict.passed] == []
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [SPEC, STOCHASTIC], ids=lambda spec: spec.rounding)
 @pytest.mark.parametrize(
     "label",
