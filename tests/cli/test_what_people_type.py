@@ -218,5 +218,5 @@ def test_too_few_processes_for_tp_in_your_own_loop():
         check=False,
     )
     assert done.returncode == 1
-    assert "--tp 2 --cp 1: 1 processes are no multiple of 2" in done.stderr
+    assert "--tp 2 --cp 1: 1 processes are not a multiple of 2" in done.stderr
     assert "pydantic" not in done.stderr

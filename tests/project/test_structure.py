@@ -217,7 +217,7 @@ def test_no_large_or_built_file_is_kept():
     """A wheel that somebody downloaded into the checkout was committed once."""
     root = SRC.parents[1]
     if not (root / ".git").exists():
-        pytest.skip("this is no checkout")
+        pytest.skip("this is not a checkout")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
     kept = [root / name for name in listed.stdout.decode().split("\0") if name]
     for path in kept:
