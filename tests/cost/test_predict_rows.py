@@ -280,7 +280,7 @@ def test_systems_by_their_names():
 @pytest.mark.slow
 @needs_rows
 def test_a_published_source_is_predicted_from_the_others():
-    """Each of the four large ones by constants that were fitted without it; see docs/commands."""
+    """Each of the four large ones by constants that were fitted without it; see docs/records."""
     shipped = shipped_calibration()
     rows, stated = rows_and_stated(shipped)
     sizes = Counter(one.source for one in stated)
