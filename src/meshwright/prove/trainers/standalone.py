@@ -61,7 +61,7 @@ def write_model(folder):
 
 def main():
     dist.init_process_group("gloo")
-    rank, number = dist.get_rank(), torch.randint(2**62, (1,))
+    rank, number = dist.get_rank(), torch.tensor(int.from_bytes(os.urandom(7), "big"))
     dist.broadcast(number, 0)
     folder = os.path.join(tempfile.gettempdir(), f"smallest-{{number.item()}}")
     if rank == 0:
