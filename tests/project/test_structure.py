@@ -284,15 +284,3 @@ def test_what_a_device_does_differently_stands_in_one_table():
     for path in modules():
         if path != SRC / "program" / "target.py":
             assert not (named := asks.findall(path.read_text())), f"{path}: {named}"
-
-
-def test_only_proofs_and_benchmarks_exchange_pickles():
-    """As docs/security.md says; torch's collectives of objects pickle them."""
-    words = re.compile(r"^import pickle|\w*gather_object\(|broadcast_object_list\(", re.MULTILINE)
-    users = {
-        path.relative_to(SRC).parts[:2]
-        for path in SRC.rglob("*.py")
-        if words.search(path.read_text())
-    }
-    assert {parts[0] for parts in users} == {"prove", "runtime"}
-    assert {parts[1] for parts in users if parts[0] == "runtime"} == {"peers"}
