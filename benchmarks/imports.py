@@ -38,7 +38,7 @@ BASE = "[layout]\nauto = false\n"
 
 
 def blocks(page: Path, folder: Path) -> list[tuple[str, Path | None]]:
-    """Return the config blocks of a page by name, each as a file; None where it is no JSON."""
+    """Return the config blocks of a page by name, each as a file; None where it is not JSON."""
     known = {key.split(".")[0] for key in load_table("deepspeed").rows}
     found: list[tuple[str, Path | None]] = []
     text = page.read_text(encoding="utf-8")

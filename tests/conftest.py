@@ -27,7 +27,7 @@ from written_jobs import written  # noqa: F401 - a fixture
 
 sys.path.extend(folder for folder in FOLDERS if folder not in sys.path)
 pytest.register_assert_rewrite("faulty")
-# A name of a folder that is missing, "no/such", is no request to the Hub.
+# A name of a folder that is missing, "no/such", is not a request to the Hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Under nohup it is ignored, and so it would be by the commands whose answer to it is tested.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

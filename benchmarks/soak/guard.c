@@ -128,7 +128,7 @@ static void release(void *p) {
     char *first = (char *)((uintptr_t)p & ~(PAGE - 1));
     Block *block = *slot_of(first);
     if (!block || !block->is_live || first + block->offset != p) {
-        say("free of what is no live allocation", p, block);
+        say("free of what is not a live allocation", p, block);
         abort();
     }
     for (size_t i = 0; i < block->pages * PAGE; i++)

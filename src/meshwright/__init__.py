@@ -71,7 +71,7 @@ _HOMES = {
     "watch": "meshwright.prove.trainers.watch",
     "WatchCallback": "meshwright.prove.trainers.attach",
 }
-# Commands that are no functions here, since they are a run's.
+# Commands that are not functions here, since they are a run's.
 _INSTEAD = {
     "report": "run.report(), of the run that mw.train or mw.open_run returns",
     "eval": "run.evaluate(), of the run that mw.train or mw.open_run returns",

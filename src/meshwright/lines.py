@@ -6,7 +6,7 @@ import os
 import textwrap
 from typing import Any, Final
 
-# Of what is no terminal, or a terminal that does not say.
+# Of what is not a terminal, or a terminal that does not say.
 WIDTH: Final = 80
 # Ends a line of a command that goes on in the next one.
 GOES_ON: Final = " \\"

@@ -74,7 +74,9 @@ class StorePath:
         scheme, _, rest = url.partition("://")
         if scheme not in PACKAGES:
             legal = [f"{known}://" for known in PACKAGES if known not in ("file", "memory")]
-            raise ConfigError(refusal(f"{scheme}:// is no object store that is known", legal=legal))
+            raise ConfigError(
+                refusal(f"{scheme}:// is not an object store that is known", legal=legal)
+            )
         user, at, _ = rest.partition("/")[0].rpartition("@")
         if (at and (":" in user or scheme in ("s3", "gs"))) or "?" in rest:
             raise ConfigError(
@@ -175,7 +177,8 @@ class StorePath:
         """Write an object; raises `FileExistsError` if there is one of its name.
 
         Of several writers one succeeds, where the store knows conditional writes (S3's, Google's
-        and Azure's do). A repeated attempt whose first has succeeded unheard is no second writer.
+        and Azure's do). A repeated attempt whose first has succeeded unheard is not a second
+        writer.
         """
         try:
             self._attempt(lambda: self._system.pipe_file(self.key, data, mode="create"))
@@ -363,7 +366,9 @@ def _discard(file: Any) -> None:
     """Give an upload up, so that closing the file does not complete it."""
     from fsspec.spec import AbstractBufferedFile
 
-    with contextlib.suppress(Exception):  # what is left of it is no object, and cleaned up later
+    with contextlib.suppress(
+        Exception
+    ):  # what is left of it is not an object, and cleaned up later
         if isinstance(file, _S3Upload | AbstractBufferedFile):
             file.closed = True
             file.discard()

@@ -21,7 +21,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit_bytes = _BYTES.get(match[2].upper()) if match else None
     if match is None or unit_bytes is None:
-        raise ValueError(f"{text!r} is no number of bytes, as 2GiB, 1.5GB or 4096")
+        raise ValueError(f"{text!r} is not a number of bytes, as 2GiB, 1.5GB or 4096")
     exact = float(match[1]) * unit_bytes
     return round(exact)
 
@@ -43,7 +43,7 @@ def parse_seconds(text: str) -> float:
     scale = _SECONDS.get(match[2]) if match else None
     seconds = float(match[1]) * scale if match and scale is not None else 0.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"{text!r} is no time, as 13.9s or 850ms, above 0")
+        raise ValueError(f"{text!r} is not a time, as 13.9s or 850ms, above 0")
     return seconds
 
 

@@ -397,7 +397,7 @@ def test_a_damaged_object_is_named_and_the_step_before_is_taken(data):
         (newest / name).write_bytes(content[:at] if kind == "cut" else flipped)
     problems = []
     good = newest_good(root, ALONE, problems.append)
-    if (kind, name) == ("gone", MANIFEST):  # then it is no step
+    if (kind, name) == ("gone", MANIFEST):  # then it is not a step
         assert problems == []
     elif name != MANIFEST or problems:
         assert name.rpartition("/")[2] in problems[0]

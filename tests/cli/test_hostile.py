@@ -81,11 +81,16 @@ def test_no_path_of_a_config_is_too_long(key, outcome):
 
 def test_a_source_with_the_longest_of_names_is_read(config, tmp_path):
     """It cannot be a part of a pair, whose other part would have a longer one."""
-    file = tmp_path / ("a" * 251 + ".txt")
-    file.write_text("a story " * 100)
-    found = config(f"data.source={file}")
-    dataset = open_data(found.data, tmp_path / "cache", vocab_size=found.model.vocab_size)
-    assert dataset.tokens("train") > 0
+    rows = {}
+    for name in ("a" * 251 + ".txt", "short.txt"):
+        file = tmp_path / name
+        file.write_text("a story " * 100)
+        asked = config(f"data.source={file}")
+        dataset = open_data(asked.data, tmp_path / "cache", vocab_size=asked.model.vocab_size)
+        rows[name] = dataset.sampler("train", 16, 4).rows(0).inputs.tolist()
+    long, short = rows.values()
+    assert long == short
+    assert bytes(token for token in long[0] if token < 256) in b"a story " * 100
 
 
 @pytest.mark.parametrize("name", ["a" * 255, "é" * 127])

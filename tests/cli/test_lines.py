@@ -49,7 +49,7 @@ def test_a_text_is_cut_between_words_alone():
         "and more",
     ]
     assert folded("", 80) == ""
-    # What is no terminal has the text as it is: logs are searched by lines.
+    # What is not a terminal has the text as it is: logs are searched by lines.
     assert fitted(text, io.StringIO()) == text
 
 

@@ -218,5 +218,14 @@ def test_too_few_processes_for_tp_in_your_own_loop():
         check=False,
     )
     assert done.returncode == 1
-    assert "--tp 2 --cp 1: 1 processes are no multiple of 2" in done.stderr
+    assert "--tp 2 --cp 1: 1 processes are not a multiple of 2" in done.stderr
     assert "pydantic" not in done.stderr
+
+
+def test_generate_without_a_text_names_what_is_missing(tmp_path, capsys):
+    """The parser's usage said that `--prompt` is required, and nothing of conversations."""
+    assert main(["generate", str(tmp_path)]) == 2
+    refused = capsys.readouterr().err
+    assert "usage" not in refused
+    assert "add --prompt TEXT" in refused
+    assert f"meshwright chat {tmp_path}" in refused

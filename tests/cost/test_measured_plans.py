@@ -201,8 +201,8 @@ def test_a_typed_measurement_corrects_a_plan_and_is_kept(capsys, monkeypatch):
     ("words", "why"),
     [
         (["layout=shard8 zero3 mb1"], "needs a layout, and step, memory or a log"),
-        (["layout=shard8 zero3 mb1 step=fast"], "'fast' is no time"),
-        (["layout=shard8 zero3 mb1 step=9000h"], "that is no efficiency"),
+        (["layout=shard8 zero3 mb1 step=fast"], "'fast' is not a time"),
+        (["layout=shard8 zero3 mb1 step=9000h"], "that is not an efficiency"),
         (["layout=shard8 tp3 zero3 mb1 step=2s"], "tp"),
         (["no-such-run"], "neither a run folder, nor a file of rows"),
     ],

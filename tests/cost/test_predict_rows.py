@@ -77,18 +77,37 @@ def test_rows_that_say_too_little_are_refused(change, why):
     assert why in predict_row({**ROW, **change}, shipped_calibration())["refused"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"gbs": 16, "mbs": 2, "pp": 8, "tp": 1},  # fewer microbatches than stages
-        {"zero_stage": None, "dp": None, "sp": None, "vp": None},
-        {"gpu": "NVIDIA L40S"},
-        {"gpu": "H800-80GB", "framework": "NeMo", "pp": 4, "recompute": None},
-    ],
-)
-def test_rows_of_other_systems_are_priced(change):
-    found = predict_row({**ROW, **change}, shipped_calibration())
-    assert found["step_time_s"] > 0
+def seconds(**change):
+    """Return the predicted seconds of the step of a row with these changes."""
+    return predict_row({**ROW, **change}, shipped_calibration())["step_time_s"]
+
+
+def test_what_is_null_is_absent():
+    assert seconds(zero_stage=None, dp=None, sp=None, vp=None) == seconds()
+
+
+def test_a_pipeline_with_fewer_microbatches_than_stages_is_mostly_idle():
+    """Each further microbatch adds the time of the slowest stage, of eight of nearly that time."""
+    alone, two, four = (seconds(gbs=16 * count, mbs=2, pp=8, tp=1) for count in (1, 2, 4))
+    assert four - two == pytest.approx(2 * (two - alone), rel=1e-6)
+    assert 6 < alone / (two - alone) < 8
+
+
+def test_a_system_and_a_device_have_their_names_links_and_kernels():
+    assert seconds(gpu="NVIDIA L40S") == seconds(gpu="L40S-48GB")
+    # Tensor parallelism suffers from PCIe, the pipeline hardly
+    slowdowns = [
+        seconds(gpu="NVIDIA L40S", **layout) / seconds(**layout)
+        for layout in ({}, {"tp": 1, "pp": 16, "mbs": 1})
+    ]
+    assert slowdowns[0] > 1.5 * slowdowns[1]
+    # An H800 is an H100 with slower NVLink: the same products, a slower sum over tp
+    nemo = {"framework": "NeMo", "pp": 4, "recompute": None}
+    h100, h800 = (seconds(gpu=gpu, **nemo) for gpu in ("H100-80GB", "H800-80GB"))
+    assert h100 < h800 < 1.5 * h100
+    assert seconds(gpu="H800-80GB", **nemo, tp=1) == pytest.approx(
+        seconds(gpu="H100-80GB", **nemo, tp=1), rel=0.05
+    )
 
 
 def test_what_a_row_leaves_out_is_said():
@@ -261,7 +280,7 @@ def test_systems_by_their_names():
 @pytest.mark.slow
 @needs_rows
 def test_a_published_source_is_predicted_from_the_others():
-    """Each of the four large ones by constants that were fitted without it; see docs/commands."""
+    """Each of the four large ones by constants that were fitted without it; see docs/records."""
     shipped = shipped_calibration()
     rows, stated = rows_and_stated(shipped)
     sizes = Counter(one.source for one in stated)

@@ -137,9 +137,17 @@ def test_a_loss_in_chunks_never_has_all_logits():
 
 
 def test_a_pipeline_with_more_stages_than_layers_is_priced():
-    """Some count the embedding and the head as layers of it."""
-    row = {**FLOAT8, "layers": 30, "pp": 8, "vp": 4, "tp": 1, "dp": 8, "precision": "bf16"}
-    assert predict_row(row, shipped_calibration())["step_time_s"] > 0
+    """Some count the embedding and the head as layers of it; up to two stages have no layer."""
+    row = {**FLOAT8, "pp": 8, "vp": 4, "tp": 1, "dp": 8, "precision": "bf16"}
+    priced = {
+        layers: predict_row({**row, "layers": layers}, shipped_calibration())
+        for layers in (24, 30, 31, 32)
+    }
+    seconds = {layers: priced[layers]["step_time_s"] for layers in priced}
+    assert seconds[24] < seconds[30] < seconds[31] < seconds[32]
+    # The stages of the embedding and of the head need no time for a layer as well
+    assert seconds[32] - seconds[31] > 2 * (seconds[31] - seconds[30])
+    assert priced[30]["peak_mem_gib"] < priced[31]["peak_mem_gib"] == priced[32]["peak_mem_gib"]
 
 
 def test_layers_that_keep_16_bits_are_priced_as_such():

@@ -187,7 +187,7 @@ def test_arguments_are_texts_or_objects_as_the_template_reads_them(encoder, argu
 
 
 def test_arguments_that_are_no_object_are_refused(encoder):
-    with pytest.raises(ValueError, match="are no JSON object"):
+    with pytest.raises(ValueError, match="are not a JSON object"):
         rendered(encoder, {"messages": [ASKED, called("[1]")]})
 
 

@@ -298,7 +298,7 @@ def test_a_config_says_what_is_adapted(tmp_path):
         (["lora.rank=4", "lora.targets=[]"], "lora.targets is empty"),
         (["lora.rank=4", "model.family=neox"], "stores query_key_value as one matrix"),
         (["lora.rank=4", "model.family=phi3", "lora.targets=qkv_proj"], "'o_proj'"),
-        (["lora.rank=4", "lora.targets=router", *FOUR_EXPERTS], "is no linear layer of the"),
+        (["lora.rank=4", "lora.targets=router", *FOUR_EXPERTS], "is not a linear layer of the"),
         (["lora.rank=-1"], "lora.rank = -1"),
         (["lora.ranks=4"], "nearest legal: lora.rank"),
         (["model.lora=4"], "unknown key model.lora"),

@@ -240,8 +240,8 @@ def test_targets_of_experts(targets, adapted):
     [
         (['lora.targets=["gate_up_proj", "up_proj"]'], "one adapter for both"),
         (["lora.targets=down_proj", "lora.dropout=0.1"], "nearest legal: lora.dropout = 0"),
-        (["lora.targets=router"], "which is no linear layer of the qwen3_moe family"),
-        (["lora.targets=gate"], "which is no linear layer"),
+        (["lora.targets=router"], "which is not a linear layer of the qwen3_moe family"),
+        (["lora.targets=gate"], "which is not a linear layer"),
     ],
 )
 def test_what_experts_do_not_have_is_refused(overrides, told):

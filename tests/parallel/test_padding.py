@@ -1,4 +1,4 @@
-"""Rows that are filled up: padding is no token in losses, corrections, capacities and reports."""
+"""Rows that are filled up: padding does not count in losses, corrections, capacities, reports."""
 
 import json
 import random

@@ -251,7 +251,7 @@ def test_the_gpu_at_hand_is_named_by_its_driver(tmp_path, monkeypatch):
         monkeypatch.setattr(planned, "gpu_name", lambda: gpu_name(tmp_path))
         cluster = planned.on_machine(config, machine).cluster
         assert (cluster.preset, cluster.devices_per_node) == (preset, 4)
-    # An A4000 is no A40, and no Quadro RTX 6000 is an RTX 6000 Ada.
+    # An A4000 is not an A40, and no Quadro RTX 6000 is an RTX 6000 Ada.
     for unknown in ("Quadro FX", "NVIDIA RTX A4000", "Quadro RTX 6000", "NVIDIA T400"):
         file.write_text(f"Model: {unknown}\n")
         with pytest.raises(ConfigError, match=f"{unknown} is not in the catalogue"):

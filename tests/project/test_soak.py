@@ -49,7 +49,7 @@ def guard(tmp_path_factory):
         ("ctypes.memset(pointers[1] + 4096, 1, 1)", "access outside of a live allocation"),
         ("ctypes.memset(pointers[1] + 100, 1, 1)", "write beside an allocation"),
         ("libc.free(pointers[2]); ctypes.memset(pointers[2], 1, 1)", "that was freed"),
-        ("libc.free(pointers[2])", "free of what is no live allocation"),
+        ("libc.free(pointers[2])", "free of what is not a live allocation"),
     ],
 )
 def test_the_guard_sees_wrong_accesses(guard, fault, said):

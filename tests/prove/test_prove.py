@@ -345,7 +345,7 @@ def test_the_order_of_a_huge_layout_is_checked_without_ranks(capsys, monkeypatch
         (["--world", "4"], "--world and --only need --matrix, or --random N"),
         (["--matrix", "layout.tp=2"], "leave out layout.tp=2"),
         (["--minutes", "2"], "--minutes needs --matrix, or --random N"),
-        (["--matrix", "--minutes", "0"], "--minutes 0 is no time to prove in"),
+        (["--matrix", "--minutes", "0"], "--minutes 0 is not enough time to prove in"),
         (["--random", "9", "--minutes", "2", "--check-order"], "leave out --minutes"),
         (["--matrix", "--seed", "2"], "--seed needs --random N, --matrix --draw N, or --minutes M"),
         (["layout.tp=3"], "layout.tp = 3 must divide model.n_heads = 4"),

@@ -211,7 +211,7 @@ SEEDED = [
         no_sum_of_norms,
         "tp2 sp mb2",
         {"quantity": "gradient", "tensor": "norm.weight", **ROWS_OF_0},
-        {"dropout": 0.1},  # what is dropped of the embedding is no divergence
+        {"dropout": 0.1},  # what is dropped of the embedding is not a divergence
     ),
     Seeded(
         no_sum_of_norms,

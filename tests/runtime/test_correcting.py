@@ -83,7 +83,7 @@ def test_steps_that_nothing_explains_correct_nothing(tmp_path, environ):
     job = run_of(tmp_path, "shard8 zero3 mb1", slower=900.0)
     event = corrected_event(job, environ)
     assert set(event) == {"event", "says"}
-    assert "that is no efficiency" in event["says"]
+    assert "that is not an efficiency" in event["says"]
     assert not (tmp_path / "cache").exists()
 
 

@@ -1,4 +1,4 @@
-"""What a supervisor of elastic replicas decides, with ranks that are no processes."""
+"""What a supervisor of elastic replicas decides, with ranks that are not processes."""
 
 from pathlib import Path
 from types import SimpleNamespace

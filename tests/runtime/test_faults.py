@@ -198,7 +198,7 @@ def spoiled(world, policy, number):
 
 @pytest.mark.case(18)
 def test_a_batch_without_any_target_changes_nothing(outcome):
-    """A mean over no tokens is no NaN: the loss is 0, and so are all gradients."""
+    """A mean over no tokens is not a NaN: the loss is 0, and so are all gradients."""
     outcome.add(*on_ranks(2, without_targets)[0])
 
 

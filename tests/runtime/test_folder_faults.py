@@ -76,7 +76,7 @@ def test_a_run_goes_on_over_damaged_events(folder, capsys, outcome):
     at = before.index(b'"step": 1')
     damaged = bytearray(before)
     damaged[at + 1] ^= 0x80  # no UTF-8 any more
-    damaged[before.index(b'{"event": "step"', at)] ^= 0x01  # the next one is no JSON
+    damaged[before.index(b'{"event": "step"', at)] ^= 0x01  # the next one is not JSON
     events.write_bytes(damaged)
     started = time.monotonic()
     code, said = resumed(folder, capsys, "train.steps=3", "--json")

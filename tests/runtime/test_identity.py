@@ -376,7 +376,7 @@ def test_a_run_none_of_whose_steps_is_whole_does_not_begin_anew(go, config, outc
         (root / name / "manifest.json").write_text("{}")
     with outcome.refused(ConfigError, r"no step of .* is readable\. Restore .* mv .*-damaged"):
         train(longer, clean_environ(), io.StringIO(), resume=Resume(folder))
-    # Those that were set aside are no steps to go on from, either.
+    # Those that were set aside are not steps to go on from, either.
     for path in steps(root):
         set_aside(path)
     with outcome.refused(ConfigError, "holds no committed step"):

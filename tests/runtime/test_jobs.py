@@ -272,7 +272,7 @@ def test_a_plan_is_launched(written, tmp_path, capsys):
     [
         (["local", "run.toml"], "local is one node, and the config has 2; nearest legal: torchrun"),
         (["slurm", "run.toml", "--nodes", "3"], "the layout has 16 ranks, and 3 node(s) have 24"),
-        (["slurm", "run.toml", "--time", "soon"], "'soon' is no length of time"),
+        (["slurm", "run.toml", "--time", "soon"], "'soon' is not a length of time"),
         (["slurm", "run.toml", "--time", "2m"], "--time 2m00s must be longer than the --grace"),
         (["slurm", "run.toml", "--name", "My Run"], "'My Run' must be small letters"),
         (["torchrun", "run.toml", "--hosts", "a"], "--hosts names 1, but there are 2 nodes"),

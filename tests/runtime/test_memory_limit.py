@@ -30,7 +30,7 @@ def test_bytes_are_read_in_both_systems_of_units():
     read = {"4096": 4096, "2GiB": 2 * GIB, "1.5 GB": 1_500_000_000, "512mib": 512 * MIB, "7 B": 7}
     assert {text: parse_bytes(text) for text in read} == read
     for text in ("", "GiB", "2 gigs", "-1", "1e9", "nan"):
-        with pytest.raises(ValueError, match="is no number of bytes, as 2GiB"):
+        with pytest.raises(ValueError, match="is not a number of bytes, as 2GiB"):
             parse_bytes(text)
 
 
@@ -42,7 +42,7 @@ def test_limit_in_the_config(tmp_path):
     assert load_config(dumped).cluster == config.cluster
     assert load_config().cluster.memory is None
     refusals = {
-        "2 gigs": "cluster.memory = '2 gigs' is no number of bytes, as 2GiB, 1.5GB or 4096",
+        "2 gigs": "cluster.memory = '2 gigs' is not a number of bytes, as 2GiB, 1.5GB or 4096",
         "0": "cluster.memory = 0 (override cluster.memory=0) must be greater than 0; "
         "nearest legal: cluster.memory=1",
         "1.5": "cluster.memory = 1.5 (override cluster.memory=1.5) must be an integer; "

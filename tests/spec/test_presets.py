@@ -79,7 +79,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "olmoe-1b-7b": 6_919_161_856,
-    # Without the corrections of routers, which are no parameters: 256 in each of 58 layers.
+    # Without the corrections of routers, which are not parameters: 256 in each of 58 layers.
     "deepseek-v3": 671_026_419_200 - 58 * 256,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,

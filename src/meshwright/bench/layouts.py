@@ -100,7 +100,7 @@ def _operations(seen: profile, is_cuda: bool) -> Iterator[tuple[str, float]]:
             self_us = event.self_device_time_total
         else:
             self_us = event.self_cpu_time_total if event.thread == main else 0
-        # What is no operator is Python's time, and what it waits for: a span of FSDP2's, too.
+        # What is not an operator is Python's time, and what it waits for: a span of FSDP2's, too.
         is_operator = "::" in event.name and not event.name.startswith("FSDP::")
         kind = _kind(event) if self_us > 0 and is_operator else None
         if kind is not None:

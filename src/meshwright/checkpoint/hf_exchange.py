@@ -254,7 +254,7 @@ def _check_export(
     claim = f"tensors are the model's, stored in {dtype}"
     checks.append(same_tensors(claim, reloaded.state_dict(), state))
     before = logits_of(model, ids)
-    model.load_state_dict(state)  # what is stored: rounding may swap experts, which is no fault
+    model.load_state_dict(state)  # what is stored: rounding may swap experts, which is not a fault
     expected, logits = logits_of(model, ids), logits_of(reloaded, ids)
     claim = "logits of the folder loaded here are the model's"
     claim += "" if dtype == "fp32" else f", with weights in {dtype}"

@@ -153,7 +153,7 @@ def _fetch(args: argparse.Namespace) -> int:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of steps; 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of steps; 1 or more")
     return int(text)
 
 
@@ -246,7 +246,7 @@ def _size(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no size of a file")
+        raise argparse.ArgumentTypeError(f"{text} is not a size of a file")
     return size
 
 

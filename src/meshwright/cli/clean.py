@@ -130,11 +130,11 @@ def format_age(seconds: float) -> str:
 def _age(text: str) -> float:
     match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text} is no age: 90m, 12h, 30d or 8w")
+        raise argparse.ArgumentTypeError(f"{text} is not an age: 90m, 12h, 30d or 8w")
     return int(match[1]) * _SECONDS[match[2]]
 
 
 def _count(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text} is no number of runs")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of runs")
     return int(text)

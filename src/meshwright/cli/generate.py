@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", metavar="RUN_OR_HF_DIR", help="or a PEFT folder, or an id of the Hub"
     )
-    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a user's, written by the chat template"
     )
@@ -74,6 +74,10 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 def run(args: argparse.Namespace) -> int:
     """Generate text and print it piece by piece; returns the exit code."""
+    if args.prompt is None:
+        raise ConfigError(
+            f"no text to continue; add --prompt TEXT, or talk: meshwright chat {args.folder}"
+        )
     if args.system is not None and not args.chat:
         raise ConfigError("--system is what a chat template writes before the user; add --chat")
     with loaded(args) as model:

@@ -141,4 +141,6 @@ def _refuse_minutes(minutes: float, source: str | None, only_order: bool) -> Non
     if only_order:
         raise ConfigError("--check-order takes no time: leave out --minutes")
     if not 0 < minutes < math.inf:
-        raise ConfigError(refusal(f"--minutes {minutes:g} is no time to prove in", legal=["1"]))
+        raise ConfigError(
+            refusal(f"--minutes {minutes:g} is not enough time to prove in", legal=["1"])
+        )

@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run `meshwright report`: write the HTML page of runs, print a summary of each, return 0.
 
-    Raises `ConfigError` if a folder is no run, or the page cannot be written.
+    Raises `ConfigError` if a folder is not a run, or the page cannot be written.
     """
     if args.trace and len(args.runs) > 1:
         raise ConfigError(f"--trace is of one run, and there are {len(args.runs)}")

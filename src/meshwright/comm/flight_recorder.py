@@ -269,7 +269,7 @@ class FlightRecorder:
         """Record which messages have ended on the device; from any thread, also while the rank
         hangs.
 
-        A device reaches its marks in order. This is no activity of the rank, so the entry count
+        A device reaches its marks in order. This is not an activity of the rank, so the entry count
         stays.
         """
         for entry, reached in self._on_device.copy().items():

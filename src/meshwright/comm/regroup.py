@@ -89,7 +89,7 @@ def leave_generation() -> None:
     """Close all groups and channels, whatever is under way in them, so that no peer waits here.
 
     Connections are shut down first: torch closes those of a group only once nothing refers to it
-    any more, and a peer that is no neighbour of the rank that ended learns of it from this one.
+    any more, and a peer that is not a neighbour of the rank that ended learns of it from this one.
     """
     release_channels()
     shut_connections()

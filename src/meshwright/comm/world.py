@@ -33,6 +33,7 @@ from meshwright.comm.rendezvous import (
     seated,
 )
 from meshwright.comm.secret import VARIABLE
+from meshwright.comm.values import gather_bytes
 from meshwright.errors import ConfigError, MeshwrightError
 
 _READ_S: Final = 5.0  # for other ranks to read why rank 0 ends
@@ -355,13 +356,5 @@ def exchange(text: str, group: dist.ProcessGroup | None) -> list[str]:
     """Return every rank's text over a gloo group, by rank; without a group, only its own."""
     if group is None:
         return [text]
-    local = torch.tensor(bytearray(text.encode()), dtype=torch.uint8)
-    size = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(sizes, torch.tensor([len(local)]), group=group)
-    longest = max(int(n) for n in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(local)] = local
-    gathered = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(gathered, padded, group=group)
-    return [bytes(row[: int(n)].numpy()).decode() for row, n in zip(gathered, sizes, strict=True)]
+    gathered = gather_bytes(text.encode(), group, torch.device("cpu"))
+    return [answer.decode() for answer in gathered]

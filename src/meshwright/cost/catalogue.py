@@ -175,7 +175,7 @@ def device_named(text: str) -> Device | None:
     for pattern, name in _DEVICES:
         if re.search(pattern, text, re.IGNORECASE):
             return devices[name]
-    # An A4000 is no A40.
+    # An A4000 is not an A40.
     alike = [name for name in devices if re.search(rf"{name.split('-')[0]}(?!\d)", text.lower())]
     return devices[max(alike, key=len)] if alike else None
 

@@ -286,7 +286,7 @@ def _told(
         )
         if not 1.01 * _LEAST < compute < 0.99 * _MOST:
             raise ConfigError(
-                f"{'; '.join(lines)}: that is no efficiency; check the layout, the batch, the "
+                f"{'; '.join(lines)}: that is not an efficiency; check the layout, the batch, the "
                 "sequence length and the number of devices of what was measured"
             )
     if links != 1:

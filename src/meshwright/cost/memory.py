@@ -356,7 +356,7 @@ def with_measured(setting: CostInputs, terms: list[Term]) -> list[Term]:
     if factor == 1:
         return terms
     other_bytes = sum(term.bytes for term in terms if term.category not in STATES)
-    template = "{:,.0f} B that are no model states x {:+.3f}, measured"
+    template = "{:,.0f} B that are not model states x {:+.3f}, measured"
     return [
         *terms,
         Term("measured", (factor - 1) * other_bytes, template, (other_bytes, factor - 1)),

@@ -102,7 +102,7 @@ def read_row(row: Row, calibration: Calibration) -> PricedRow:
     except ValidationError as error:
         raise RowError(str(error.errors()[0]["msg"])) from None
     if train.batch % (layout.dp * layout.microbatch):
-        raise RowError(f"a batch of {train.batch} is no multiple of dp {layout.dp} x microbatch")
+        raise RowError(f"a batch of {train.batch} is not a multiple of dp {layout.dp} x microbatch")
     calibration = calibration.of(model, train.seq_len)
     imbalance = 1.0
     if layout.ep > 1:

@@ -125,7 +125,7 @@ class Compiled:
             raise self._refused(error) from error
 
     def _refused(self, error: Exception) -> DataError:
-        return DataError(f"{self._origin} is no Jinja template: {error!s:.200}")
+        return DataError(f"{self._origin} is not a Jinja template: {error!s:.200}")
 
 
 class _Bounds:
@@ -510,7 +510,7 @@ def load_template(tokenizer_file: Path, template_file: str | None = None) -> Cha
     file = Path(template_file) if template_file else tokenizer_file.with_name(TEMPLATE)
     if template_file or file.is_file():
         if not file.is_file():
-            raise DataError(f"data.chat_template = {template_file!r} is no file")
+            raise DataError(f"data.chat_template = {template_file!r} is not a file")
         with reading(file):
             content, origin = read_bytes(file), str(file)
         try:

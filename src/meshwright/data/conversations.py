@@ -73,7 +73,7 @@ def add_messages(turns: Turns, value: object, name: str, *, are_trained: bool = 
     if isinstance(value, str) and value.lstrip()[:1] == "[":
         value = parse_json(value)  # tables have texts only
     if not isinstance(value, list) or not value:
-        raise ValueError(f"field {name!r} is no list of messages")
+        raise ValueError(f"field {name!r} is not a list of messages")
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict):
             raise ValueError(f"message {number} of {name!r} is a {type(message).__name__}")
@@ -152,7 +152,7 @@ def _checked(message: Message, number: int) -> Message:
     if calls is not None and not (
         isinstance(calls, list) and all(isinstance(entry, dict) for entry in calls)
     ):
-        raise ValueError(f"message {number}: its tool_calls are no list of calls")
+        raise ValueError(f"message {number}: its tool_calls are not a list of calls")
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
@@ -218,7 +218,9 @@ def _call_with_arguments(call: Message, form: str) -> Message:
     if form == "object" and isinstance(arguments, str):
         parsed = parse_json(arguments) if arguments.strip() else {}
         if not isinstance(parsed, dict):
-            raise ValueError(f"the arguments {arguments!r:.80} of a tool call are no JSON object")
+            raise ValueError(
+                f"the arguments {arguments!r:.80} of a tool call are not a JSON object"
+            )
         return {**call, "arguments": parsed}
     return call
 
@@ -492,7 +494,7 @@ class _Fields:
             isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
         ):
             return tools
-        raise ValueError("field 'tools' is no list of tools")
+        raise ValueError("field 'tools' is not a list of tools")
 
     def documents(self) -> Any:
         """Return the row's `documents` if they are a list of objects, else None."""
@@ -520,10 +522,10 @@ class _Fields:
 def _add_instruction(turns: Turns, fields: _Fields, answer: str) -> None:
     history = fields.decoded("history") or []
     if not isinstance(history, list):
-        raise ValueError("field 'history' is no list of pairs of a question and its answer")
+        raise ValueError("field 'history' is not a list of pairs of a question and its answer")
     for pair in history:
         if not (isinstance(pair, list | tuple) and [type(part) for part in pair] == [str, str]):
-            raise ValueError("field 'history' is no list of pairs of a question and its answer")
+            raise ValueError("field 'history' is not a list of pairs of a question and its answer")
         add_text(turns, "user", pair[0])
         add_text(turns, ASSISTANT, pair[1])
     instruction, context = fields.text("instruction"), fields.first_text(_INPUTS)

@@ -177,7 +177,7 @@ def _read_seal(prefix: Path) -> Mapping[str, _Record] | None:
                 int(entry["bytes"]), str(entry["sha256"]), tuple(entry["blocks"])
             )
             if any(type(crc) is not int for crc in records[suffix].blocks):
-                raise ValueError("a checksum that is no integer")
+                raise ValueError("a checksum that is not an integer")
     return records
 
 

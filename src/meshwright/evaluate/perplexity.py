@@ -123,7 +123,7 @@ def measure(
     Raises DataError if there is nothing to score, or for an id outside the vocabulary, and
     `CheckpointError` if the loss is not finite, or nearly so.
     """
-    marks = [tokenizer.eos_id, *tokenizer.bos_ids]  # which are no text
+    marks = [tokenizer.eos_id, *tokenizer.bos_ids]  # which are not text
     sums, counts, text = np.zeros(rows), np.zeros(rows), 0.0
     for first in range(0, rows, batch):
         stop = min(first + batch, rows)

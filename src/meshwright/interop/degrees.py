@@ -176,7 +176,7 @@ def read_fsdp(source: ImportSource, prefix: str) -> None:
     mode = str(source.get(key, "FULL_SHARD")).upper()
     if mode not in STRATEGIES:
         names = ", ".join(list(STRATEGIES)[:5])
-        source.contradict([key], f"{mode!r} is no strategy; legal: {names}", ["layout.zero"])
+        source.contradict([key], f"{mode!r} is not a strategy; legal: {names}", ["layout.zero"])
         return
     reshards = STRATEGIES[mode]
     if reshards is None:

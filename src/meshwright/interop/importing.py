@@ -122,7 +122,7 @@ def _of_text(path: Path, text: str) -> System:
 
 
 def _unknown(path: Path) -> ConfigError:
-    rule = f"{path} is no config that is known by what is in it"
+    rule = f"{path} is not a config that is known by what is in it"
     hint = "--from says which system's it is"
     return ConfigError(refusal(rule, legal=[f"--from {name}" for name in SYSTEMS], hint=hint))
 

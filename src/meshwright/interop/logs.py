@@ -248,7 +248,7 @@ def _of_state(path: Path, text: str, run: LoggedRun) -> LoggedTimes:
         history = json.loads(text)["log_history"]
         entries = [entry for entry in history if isinstance(entry, dict)]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no trainer_state.json: {error}") from None
+        raise ConfigError(f"{path} is not a trainer_state.json: {error}") from None
     steps = [
         logged
         for number, entry in enumerate(entries, 1)

@@ -123,7 +123,7 @@ def _read_pipeline(source: ImportSource) -> None:
     if schedule is None:
         legal = ", ".join(SCHEDULE_NAMES)
         source.contradict(
-            [name], f"{schedule_name!r} is no schedule; legal: {legal}", ["layout.schedule"]
+            [name], f"{schedule_name!r} is not a schedule; legal: {legal}", ["layout.schedule"]
         )
         return
     source.translate(name, {"layout.schedule": schedule})

@@ -57,7 +57,7 @@ def _plain_parameters(block: nn.Module) -> Iterator[None]:
     """Replace a block's DTensor parameters by this rank's local tensors while it computes.
 
     Compiled code would unwrap DTensors and wrap their gradients in each graph, and the backward of
-    one that recomputes would keep their mesh, which is no tensor (torch 2.13 raises).
+    one that recomputes would keep their mesh, which is not a tensor (torch 2.13 raises).
     """
     replaced = []
     for parameters in _own_parameters(block):

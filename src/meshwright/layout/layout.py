@@ -85,9 +85,9 @@ class Mesh:
 class Layout(Spec):
     """One complete layout: the product of pp, both dp degrees, cp and tp is the number of ranks.
 
-    `microbatch` is in sequences per data-parallel rank. `ep` is no axis of the mesh: it divides the
-    experts over ranks that would hold the same ones, see `alike_ranks`. `etp` is the number of tp
-    ranks that split an expert's width: all (None), or 1, then `ep` spans tp ranks as well
+    `microbatch` is in sequences per data-parallel rank. `ep` is not an axis of the mesh: it divides
+    the experts over ranks that would hold the same ones, see `alike_ranks`. `etp` is the number of
+    tp ranks that split an expert's width: all (None), or 1, then `ep` spans tp ranks as well
     (arXiv:2504.14960, section 3).
     """
 

@@ -3,8 +3,8 @@
 The load-balancing loss is computed per sequence, so that it doesn't depend on the division of a
 batch: arXiv:2412.19437, equations 17 to 20, with the softmax of all scores, or their sigmoids over
 the sum of these. The z-loss is that of arXiv:2202.08906, equation 5. A router's backward adds their
-gradients; the only messages are the counts of sequences that ranks share. Padding is no token of a
-sequence: it is in no loss, count or capacity.
+gradients; the only messages are the counts of sequences that ranks share. Padding is not a token of
+a sequence: it is in no loss, count or capacity.
 
 Without a loss, arXiv:2408.15664 changes each expert's correction by the same amount after each
 step: up if it received fewer tokens of the global batch than the mean, down if it received more.

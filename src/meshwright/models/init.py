@@ -93,8 +93,8 @@ def init_parameter(
 def _pieces(count: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of the pieces in which `count` values are drawn, until `end` is covered.
 
-    `normal_` draws 16 values together, and redraws the last 16 if the count is no multiple of 16: a
-    piece is a multiple of 16, and the last one has at least 16.
+    `normal_` draws 16 values together, and redraws the last 16 if the count is not a multiple of
+    16: a piece is a multiple of 16, and the last one has at least 16.
     """
     starts = list(range(0, count, _PIECE))
     if len(starts) > 1 and count - starts[-1] < 16:

@@ -24,7 +24,7 @@ def load_planned(
     """Return the config of a run that uses the layout of a saved plan.
 
     Without a config file, the plan's own config applies; with one, only its layout and devices do.
-    `needed` is the flag that named the plan, for messages. Raises `ConfigError` if the file is no
+    `needed` is the flag that named the plan, for messages. Raises `ConfigError` if it is not a
     plan, has no layout, or if model, batch, sequence length, precision or layout differ from the
     plan's.
     """
@@ -70,7 +70,7 @@ def _as_unnamed(config: Config, keys: Iterable[str]) -> Config:
 def read_plan(plan: Path, needed: str) -> dict[str, Any]:
     """Return the JSON of a file that `plan --save` wrote; `needed` is the flag that named it.
 
-    Raises `ConfigError` if the file cannot be read, is no plan, or has no layout.
+    Raises `ConfigError` if the file cannot be read, is not a plan, or has no layout.
     """
     try:
         saved = parse_json(read_text(plan))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.groups import Groups
+from meshwright.comm.values import gather_values
 from meshwright.comm.world import World
 from meshwright.data.sampler import IGNORE
 from meshwright.kernels.fp32_matmuls import target_of
@@ -31,8 +31,6 @@ from meshwright.prove.weights import logits_std, telling
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.training import TrainSpec
 from meshwright.training.loop import share
-
-T = TypeVar("T")
 
 # The relative rounding error of one operation is at most this: 2^-24, 2^-8, 2^-11.
 UNIT_ROUNDOFFS: Final = {
@@ -133,7 +131,7 @@ def compare(
         worst = worse(worst, difference)
         if not difference.share <= 1:
             wrong.append(difference)
-    by_rank = everyones(worst, world)
+    by_rank = gather_values(worst, Difference)
     return Compared(
         max(by_rank, key=lambda difference: difference.share), first_of(wrong, order, world)
     )
@@ -152,7 +150,7 @@ def first_of(wrong: Sequence[Difference], order: Sequence[str], world: World) ->
 
     first = min(wrong, key=place, default=None)
     return min(
-        (difference for difference in everyones(first, world) if difference),
+        (difference for difference in gather_values(first, Difference) if difference),
         key=place,
         default=None,
     )
@@ -185,12 +183,3 @@ def norm_tolerance(noises: Iterable[float]) -> float:
     elements share a rounding error. The noise of later steps includes that of their weights.
     """
     return MARGIN * max(noises) + 8 * UNIT_ROUNDOFFS["fp32"]
-
-
-def everyones(value: T, world: World) -> list[T]:
-    """Gather a Python object from every rank, in the order of ranks; a collective."""
-    if world.size == 1:
-        return [value]
-    values: list[T] = [value] * world.size
-    dist.all_gather_object(values, value)
-    return values

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.pipelining.schedules as theirs
 
 from meshwright.comm.groups import Groups
+from meshwright.comm.values import gather_values
 from meshwright.comm.wire import (
     Wire,
     WorkCounter,
@@ -30,7 +31,7 @@ from meshwright.program.lower import Program
 from meshwright.program.shards import Sharding, data_rank
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
-from meshwright.prove.compare import build_small, everyones, mine, program_of
+from meshwright.prove.compare import build_small, mine, program_of
 from meshwright.prove.verdict import Verdict
 from meshwright.training.update import gradients
 
@@ -67,7 +68,7 @@ def prove_conformance(
     def verdict(claim: str, total: str, differences: Sequence[str]) -> Verdict:
         everything = [
             f"rank {rank}: {text}"
-            for rank, texts in enumerate(everyones(list(differences), world))
+            for rank, texts in enumerate(gather_values(list(differences)))
             for text in texts
         ]
         shown: Any = total if not everything else everything[:SHOWN]
@@ -98,10 +99,10 @@ def prove_conformance(
     for param in parallel.held:
         param.parameter.grad = None
     expected = expected_messages(program, world.rank, wire)
-    count = sum(everyones(sum(expected.values()), world))
+    count = sum(gather_values(sum(expected.values())))
     sent = list(message_differences(expected, wire.messages))
     verdicts.append(verdict("collectives", f"{count} messages on {world.size} ranks", sent))
-    flops = everyones((matmul_flops(program, groups.at["pp"]), work.products), world)
+    flops = gather_values((matmul_flops(program, groups.at["pp"]), work.products))
     by_program, counted = ([pair[side] for pair in flops] for side in (0, 1))
     if program.layout.ep > 1:  # a router decides how many tokens each rank gets: all get as many
         by_program, counted = [sum(by_program)], [sum(counted)]

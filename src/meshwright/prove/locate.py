@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.groups import Groups
+from meshwright.comm.values import gather_values
 from meshwright.comm.world import World
 from meshwright.data.sampler import IGNORE, PADDING
 from meshwright.parallel.apply import Parallel
@@ -38,7 +39,6 @@ from meshwright.prove.compare import (
     Difference,
     Fault,
     build_small,
-    everyones,
     first_of,
     mine,
     program_of,
@@ -176,10 +176,8 @@ def _wrong_output(search: _Search) -> Divergence | None:
             if name in depths:
                 _watch(inner, partial(check, name, stage))
     search.step(parallel, batch)
-    output = min(
-        (candidate for candidate in everyones(min(wrong, default=None), search.world) if candidate),
-        default=None,
-    )
+    first = min(wrong, default=None)
+    output = min(filter(None, gather_values(first, _Output)), default=None)
     if output is None:
         return None
     location = output.rank, output.stage, output.microbatch

@@ -14,6 +14,7 @@ from typing import Final
 from torch import Tensor
 
 from meshwright.comm.groups import Groups
+from meshwright.comm.values import gather_values
 from meshwright.comm.world import World
 from meshwright.prove.batches import make_batch
 from meshwright.prove.case import Case
@@ -22,7 +23,6 @@ from meshwright.prove.compare import (
     Difference,
     Fault,
     compare,
-    everyones,
     first_of,
     loss_tolerance,
     norm_tolerance,
@@ -149,7 +149,7 @@ def _bitwise(
         compared = Compared(first or Difference(0.0, 1.0, "", 0, 0), first)
         yield _tensors(case, "corrections of routers, bit for bit", compared, "router correction")
     if case.model.lora is not None:
-        thawed = [name for names in everyones(trial.thawed(), world) for name in names]
+        thawed = [name for names in gather_values(trial.thawed()) for name in names]
         layout = case.layout.model_dump(mode="json")
         yield Verdict("frozen weights, bit for bit", layout, [], thawed[:_SHOWN], None, not thawed)
 

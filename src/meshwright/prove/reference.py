@@ -13,15 +13,20 @@ several times, from weights of which some differ by one rounding.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.values import (
+    broadcast_bytes,
+    from_bytes,
+    receive_bytes,
+    send_bytes,
+    to_bytes,
+)
 from meshwright.comm.world import World
 from meshwright.data.sampler import IGNORE
 from meshwright.parallel.batch import Batch
@@ -33,7 +38,6 @@ from meshwright.prove.nf4_reference import kept_in_nf4
 from meshwright.prove.optimizer import Updates
 from meshwright.prove.oracle import loss_sum, streams
 from meshwright.prove.oracle_routers import Routed, router_losses
-from meshwright.prove.packed import packed
 from meshwright.prove.weights import whole_buffers, whole_weights
 from meshwright.spec.groups import GroupSpec
 from meshwright.spec.model import ModelSpec, padded
@@ -137,6 +141,10 @@ class Reference:
         return (*steps.losses[1:], steps.evaluation)
 
 
+# The classes that a reference consists of.
+_SENT: Final = (Reference, Steps, AfterStep, OptimizerSpec)
+
+
 def run_reference(case: Case, *, keeps: bool = False) -> Reference:
     """Compute the reference of a case in this process; with `keeps`, it has the tensors after each
     step.
@@ -178,16 +186,15 @@ def shared_reference(case: Case, world: World, *, keeps: bool = False) -> Refere
         count = case.samples
         numbers = range(count // 3) if world.rank == 0 else range(count // 3, count)
         samples = [computed.rounded(number) for number in numbers]
-    box = [b""]
     if world.rank == 0:
-        exact, gathered = computed.exact(), box * world.size
-        dist.gather_object(b"", gathered)
-        reference = computed.reference(exact, [*samples, *pickle.loads(gathered[1])], keeps=keeps)
-        dist.broadcast_object_list([packed(reference)])
+        exact = computed.exact()
+        samples += from_bytes(receive_bytes(1), Steps, AfterStep)
+        reference = computed.reference(exact, samples, keeps=keeps)
+        broadcast_bytes(to_bytes(reference), 0)
         return reference
-    dist.gather_object(packed(samples if keeps else [_lean(steps) for steps in samples]))
-    dist.broadcast_object_list(box)
-    received: Reference = pickle.loads(box[0])
+    if world.rank == 1:
+        send_bytes(to_bytes(samples if keeps else [_lean(steps) for steps in samples]), 0)
+    received: Reference = from_bytes(broadcast_bytes(None, 0), *_SENT)
     return received
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.groups import Groups
+from meshwright.comm.values import gather_values
 from meshwright.comm.world import World
 from meshwright.data.sampler import IGNORE
 from meshwright.parallel.apply import Parallel
@@ -27,7 +28,6 @@ from meshwright.prove.compare import (
     Difference,
     Fault,
     build_small,
-    everyones,
     mine,
     program_of,
     worse,
@@ -76,7 +76,7 @@ def prove_sums(
     worst = Difference(0.0, _SUM, "", world.rank, 0)
     for param, *three in zip(parallel.trained, everything, first, second, strict=True):
         worst = worse(worst, Difference(_off(*three), _SUM, param.name, world.rank, param.stage))
-    worst = max(everyones(worst, world), key=lambda difference: difference.share)
+    worst = max(gather_values(worst, Difference), key=lambda difference: difference.share)
     passed = worst.share <= 1
     layout_json = layout.model_dump(mode="json")
     yield Verdict("sums of gradients in fp32", layout_json, 0.0, worst.error, _SUM, passed)
@@ -113,7 +113,7 @@ def gathered_norm(
     for param, tensor in on_stages(parallel, gradient):
         squares[param.name] = 0.0 if tensor is None else tensor.double().square().sum().item()
     all_squares: dict[str, float] = {}
-    for rank_squares in everyones(squares, world):
+    for rank_squares in gather_values(squares):
         all_squares |= rank_squares
     return math.sqrt(sum(all_squares.values()))
 
@@ -129,7 +129,7 @@ def rounded_shares(parallel: Parallel, case: Case, world: World) -> tuple[float,
         shard = param.shard[param.shard != 0]
         if shard.numel() >= 16:  # fewer may be so by chance
             shares.append((shard == shard.to(half)).double().mean().item())
-    all_shares = [share for rank_shares in everyones(shares, world) for share in rank_shares]
+    all_shares = [share for rank_shares in gather_values(shares) for share in rank_shares]
     return min(all_shares, default=0.0), max(all_shares, default=0.0)
 
 

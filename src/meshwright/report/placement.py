@@ -20,7 +20,7 @@ from meshwright.units import format_bytes, format_count
 # Columns and rows of the picture: what can be read on a screen.
 MOST_COLUMNS: Final = 32
 MOST_ROWS: Final = 32
-# Columns that there is always room for, so that few ranks are no wide bars.
+# Columns that there is always room for, so that few ranks are not wide bars.
 _ROOMY: Final = 12
 # Pixels of the cells on a telephone.
 _NARROW: Final = 250

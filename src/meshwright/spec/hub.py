@@ -70,7 +70,7 @@ def repository_name(text: str) -> str:
     """Return a text that names a repository, `owner/name`; raise `ConfigError` for another one."""
     match = _ID.fullmatch(text)
     if match is None or match[2] is not None:
-        rule = f"{text!r} is no repository of the Hub"
+        rule = f"{text!r} is not a repository of the Hub"
         raise ConfigError(refusal(rule, hint="Its name has two parts: owner/name"))
     return text
 
@@ -136,7 +136,7 @@ def _weight_files(folder: Path) -> list[str]:
         try:
             stated = json.loads(read_text(folder / _INDEX))["weight_map"].values()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{folder / _INDEX} is no index of weights: {error}") from error
+            raise ConfigError(f"{folder / _INDEX} is not an index of weights: {error}") from error
         return sorted({str(name) for name in stated})
     is_model = (folder / "config.json").is_file()
     return [_MODEL] if is_model else [_ADAPTERS]
@@ -146,7 +146,7 @@ def _small_files(identifier: HubId) -> Path:
     folder = _snapshot(identifier, _SMALL, is_quiet=True)
     if not folder.is_dir():
         known = "config.json, adapter_config.json or tokenizer.json"
-        raise ConfigError(f"{identifier} is no model or tokenizer that can be read: no {known}")
+        raise ConfigError(f"{identifier} is not a model or tokenizer that can be read: no {known}")
     return folder
 
 

@@ -257,7 +257,7 @@ def check_targets(lora: Lora | None, blocks: BlockKinds) -> None:
         matches = list(_matches(target, blocks))
         if not matches:
             nearby = nearest(target, [*legal, ALL_LINEAR]) or legal
-            rule = f"{problem}, which is no linear layer of the {blocks.family} family"
+            rule = f"{problem}, which is not a linear layer of the {blocks.family} family"
             raise ValueError(refusal(rule, legal=[*map(repr, nearby)]))
         if joint := [layer for layer in matches if layer not in free]:
             name = names[joint[0]][0].rsplit(".", 1)[-1]

@@ -133,7 +133,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         ("lora_dropout", dropout, (int, float)),
     ):
         if not isinstance(number, kind) or isinstance(number, bool) or not math.isfinite(number):
-            raise ConfigError(f"{path}: {key} = {str(number)[:60]} is no number")
+            raise ConfigError(f"{path}: {key} = {str(number)[:60]} is not a number")
     if int(str(rank)) < 1:
         raise ConfigError(refusal(f"{path}: r = {rank} has no adapters", legal=["r = 1"]))
     if not isinstance(rslora, bool):

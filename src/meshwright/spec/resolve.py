@@ -213,7 +213,7 @@ def _bases(section: Values) -> list[Values]:
     name = "demo" if named.value is None else named.value
     if name not in PRESETS:
         legal = nearest(str(name).rpartition("/")[2].lower(), PRESETS, 3) or sorted(PRESETS)
-        hint = f"A model that is no preset: model.init_from={name}, or the folder of a download"
+        hint = f"A model that is not a preset: model.init_from={name}, or the folder of a download"
         rule = f"model.preset = {name!r} ({named.origin}) is not known"
         raise ConfigError(refusal(rule, legal=legal, hint=hint if "/" in str(name) else ""))
     base = {key: Value(value, f"preset {name}") for key, value in PRESETS[name].items()}

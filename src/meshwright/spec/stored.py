@@ -168,7 +168,7 @@ def base_of_adapter(folder: Path, find: Callable[[str], Path] = hub.folder_of) -
             except ConfigError as error:
                 raise ConfigError(f"{folder} holds adapters of {name!r}: {error}") from error
     raise ConfigError(
-        f"{folder} holds adapters of the model {base!r}, which is no folder here: download that "
+        f"{folder} holds adapters of the model {base!r}, which is not a folder here: download that "
         f"model, and write its folder into {path} as base_model_name_or_path"
     )
 

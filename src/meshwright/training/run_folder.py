@@ -180,7 +180,7 @@ def other_name(config: Config) -> str | None:
 
 def unused_name(root: Path, name: str) -> str:
     """Return a name like the given one that no run in a folder has."""
-    # A name has 255 bytes at most; what is cut is no part of a character.
+    # A name has 255 bytes at most; what is cut is not part of a character.
     base = name.encode()[: 255 - len("-999")].decode(errors="ignore")
     candidates = [name, *(f"{base}-{n}" for n in range(2, 1000))]
     return next(c for c in candidates if not (root / c).exists())

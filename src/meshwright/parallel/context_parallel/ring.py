@@ -226,7 +226,7 @@ def attend_round(
         if arrived is not None:
             kv = arrived()
     assert begun is not None, "a query sees its own key"
-    if sinks is not None:  # once: it is no key of any rank
+    if sinks is not None:  # once: it is not a key of any rank
         merge_sinks(*begun, sinks)
     return begun[0].to(q.dtype), begun[1]
 

@@ -21,8 +21,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from meshwright.comm.values import gather_values
 from meshwright.prove.trainers.clipping import around_clipping, number_of
-from meshwright.prove.trainers.gather import ModelReader, everyones
+from meshwright.prove.trainers.gather import ModelReader
 from meshwright.torch_private import foreach_norm
 
 # Copies whose sums differ by more than this share of their norm differ by more than rounding.
@@ -66,7 +67,7 @@ class ReplicaAlarms:
             if self._reader.is_unlabelled_shard(parameter):  # no rank has a copy that is known
                 place = (*place, dist.get_rank())
             known.append((name, place, _tolerance(parameter)))
-        self._copies = CopyGroups(everyones(known))
+        self._copies = CopyGroups(gather_values(known))
         self._signs = random_signs(_SIGNS).to(self._parameters[0].device)
         self._stack.callback(register_optimizer_step_pre_hook(self._step_begins).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._step_ends).remove)
@@ -126,7 +127,7 @@ class ReplicaAlarms:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         pairs = zip(self._names, self._parameters, strict=True)
         local = [name for name, parameter in pairs if id(parameter) in ids]
-        return frozenset(name for names in everyones(local) for name in names)
+        return frozenset(name for names in gather_values(local) for name in names)
 
     @torch.no_grad()
     def _check(self, names: frozenset[str], step: int) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.prove.trainers.gather import everyones
+from meshwright.comm.values import gather_values
 from meshwright.prove.trainers.reduction import Reduction
 from meshwright.prove.trainers.watch import TrainerWatch
 from meshwright.torch_private import current_graph_task_id
@@ -142,7 +142,7 @@ class _ModelFinder:
         with that; else call `at_end`.
         """
         if self._moves_on:
-            is_right = everyones(watched.verdict is not None and watched.verdict.passed)[0]
+            is_right = gather_values(watched.verdict is not None and watched.verdict.passed)[0]
             if is_right:
                 self._watched, self._agreed = None, self._agreed + 1
                 return

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.comm.values import gather_values
 from meshwright.prove.trainers.observed import GatheredTensor, MeshAxis, RankCopy
 
 # What wrappers put before or between the parts of a parameter's name.
@@ -30,7 +31,7 @@ SEQUENCE_AXES: Final = {"cp", "context", "context_parallel", "sequence", "ulysse
 
 def wrapped_in(module: nn.Module) -> nn.Module | None:
     """Return the module that a wrapper holds: DDP, FSDP1, a checkpoint wrapper, torch.compile or an
-    engine; None if `module` is no wrapper.
+    engine; None if `module` is not a wrapper.
     """
     for name in ("module", *_WRAPPERS):
         inner = module._modules.get(name)
@@ -104,7 +105,7 @@ class ModelReader:
         size = sum(
             getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parameters().values()
         )
-        return sum(everyones(size)) if self._is_fsdp1 else size
+        return sum(gather_values(size)) if self._is_fsdp1 else size
 
     def prints(self) -> dict[int, tuple[float, float]]:
         """Return the sum and norm of each local parameter, by its id: an update changes them.
@@ -177,7 +178,7 @@ class ModelReader:
                 ranks.setdefault(name, tuple(dist.get_process_group_ranks(group)))
         for name, group in _groups_of_megatron().items():
             ranks.setdefault(name, tuple(dist.get_process_group_ranks(group)))
-        return assembled_axes(everyones(ranks))
+        return assembled_axes(gather_values(ranks))
 
 
 def assembled_axes(by_rank: Sequence[Mapping[str, tuple[int, ...]]]) -> list[MeshAxis]:
@@ -203,7 +204,7 @@ def shared_copies(tensors: Mapping[str, Tensor | None]) -> dict[str, dict[str, l
     The digest of a missing tensor is "none".
     """
     ranks_of = dict[str, dict[str, list[int]]]()
-    for rank, digests in enumerate(everyones({n: digest(t) for n, t in tensors.items()})):
+    for rank, digests in enumerate(gather_values({n: digest(t) for n, t in tensors.items()})):
         for name, value in digests.items():
             ranks_of.setdefault(name, {}).setdefault(value, []).append(rank)
     return ranks_of
@@ -216,17 +217,6 @@ def digest(tensor: Tensor | None) -> str:
     head = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
     bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(head + bits.numpy().tobytes()).hexdigest()
-
-
-def everyones(value: Any) -> list[Any]:
-    """Gather a Python object from every rank, in the order of ranks; a collective if there are
-    several.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def assembled(

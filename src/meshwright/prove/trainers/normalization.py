@@ -62,7 +62,9 @@ def convention_text(weights: Sequence[TargetWeights], scale: float) -> str:
     The sum over data ranks is multiplied by `scale`.
     """
     if not weights or not all(part.targets for part in weights):
-        return "the loss is no plain cross-entropy of the model's output: its mean is not examined"
+        return (
+            "the loss is not a plain cross-entropy of the model's output: its mean is not examined"
+        )
     total = sum(part.total for part in weights) * scale
     count = sum(part.targets for part in weights)
     smallest, largest = min(part.least for part in weights), max(part.most for part in weights)

@@ -236,7 +236,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in ("c10d", "_c10d_functional"):
             self.ranks = _ranks_of(args)
             raise ConfigError(
-                "the model's own modules communicate, so a copy of them is no unsharded model; "
+                "the model's own modules communicate, so a copy of them is not an unsharded model; "
                 "pass reference=, a function that returns the model before it is sharded"
             )
         return func(*args, **(kwargs or {}))

@@ -42,7 +42,7 @@ from meshwright.units import counted
 class RunFacts(NamedTuple):
     """What is known of a recorded run; `optimizers` has those whose updates can be replayed.
 
-    `is_cut` says that rows or tokens were left out, so that the loss is no mean of all targets.
+    `is_cut` says that rows or tokens were left out, so that the loss is not a mean of all targets.
     """
 
     folder: Path

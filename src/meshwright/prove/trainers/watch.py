@@ -23,13 +23,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from meshwright.comm.values import gather_values
 from meshwright.errors import ConfigError
 from meshwright.prove.trainers.alarms import ReplicaAlarms
 from meshwright.prove.trainers.clipping import around_clipping, full, number_of
 from meshwright.prove.trainers.gather import (
     ModelReader,
     digest,
-    everyones,
     have_changed,
 )
 from meshwright.prove.trainers.judge import RunVerdict, StepFault
@@ -386,7 +386,7 @@ class TrainerWatch:
         if self._done:
             return
         names = [f"{name} {digest(tensor)}" for name, tensor in sorted(self._step.weights.items())]
-        everyone = everyones((self._is_part, names))
+        everyone = gather_values((self._is_part, names))
         parts = [rank for rank, (is_part, _) in enumerate(everyone) if is_part]
         if parts and any(names != everyone[0][1] for _, names in everyone):
             self._give_up(
@@ -406,7 +406,7 @@ class TrainerWatch:
         self._step.loss_scale, self._is_scaled = float(scaler.get_scale()), True
         result = step()
         self._is_scaled = False
-        takes = everyones(self._is_updated)
+        takes = gather_values(self._is_updated)
         if all(takes):
             self._refuse_parts()
             return result
@@ -514,7 +514,7 @@ class TrainerWatch:
 
     def _compare(self) -> None:
         axes = self._reader.axes()
-        everyones(None)  # all files are written
+        gather_values(None)  # all files are written
         if self._rank == 0:
             kinds = {name: kind for name, kind in self._optimizers.items() if kind is not None}
             facts = RunFacts(
@@ -524,7 +524,7 @@ class TrainerWatch:
             )
             verdict = compare_run(facts, self._reader.model, self._reference)
             self._conclude(replace(verdict, notes=(*self.notes, *verdict.notes)))
-        everyones(None)
+        gather_values(None)
         if self._at_end is not None:
             self._at_end(self)
 

@@ -201,7 +201,9 @@ def parse_time(text: str) -> int:
     if clock:
         hours, minutes, seconds = map(int, clock.groups())
         return 3600 * hours + 60 * minutes + seconds
-    raise ConfigError(refusal(f"{text!r} is no length of time", legal=["90m", "24h", "12:30:00"]))
+    raise ConfigError(
+        refusal(f"{text!r} is not a length of time", legal=["90m", "24h", "12:30:00"])
+    )
 
 
 def clock(seconds: int) -> str:

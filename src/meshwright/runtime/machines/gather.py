@@ -179,7 +179,7 @@ class _Tee:
 
     def write(self, text: str) -> int:
         """Write the text to the stream and the log."""
-        with contextlib.suppress(OSError, ValueError):  # a full disk is no reason to end
+        with contextlib.suppress(OSError, ValueError):  # a full disk does not end a run
             self._log.write(text)
         return self._stream.write(text)
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.values import gather_values
 from meshwright.runtime.peers.catalogue import CONTEXT, DATA, PEERS, RANKS, PeerSizes, ranks_of
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -107,15 +108,13 @@ class PeerClock:
         The peak is the resident bytes of the largest rank. All ranks must call this.
         """
         own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of Linux, in KiB
-        everyone: list[tuple[PeerClock, int] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (self, own_peak))
-        gathered = [entry for entry in everyone if entry is not None]
-        clocks = [clock for clock, _ in gathered]
+        gathered = gather_values((self.seconds, self.cpu_seconds, own_peak))
+        seconds, cpu_seconds, peaks = zip(*gathered, strict=True)
         return {
-            "seconds": [max(s) for s in zip(*(c.seconds for c in clocks), strict=True)],
-            "cpu_seconds": [max(s) for s in zip(*(c.cpu_seconds for c in clocks), strict=True)],
+            "seconds": [max(of_step) for of_step in zip(*seconds, strict=True)],
+            "cpu_seconds": [max(of_step) for of_step in zip(*cpu_seconds, strict=True)],
             "losses": self.losses,
-            "peak_bytes": max(peak for _, peak in gathered),
+            "peak_bytes": max(peaks),
         }
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import LlamaForCausalLM
 
+from meshwright.comm.values import gather_values
 from meshwright.runtime.peers.catalogue import RANKS
 from meshwright.runtime.peers.common import ADAMW, CLIP_NORM, PeerClock, Task, main, timed
 from meshwright.runtime.peers.hf import llama_config
@@ -67,15 +68,15 @@ def accelerated(task: Task) -> PeerClock:
 
 def tensor_parallel(task: Task) -> PeerClock:
     dist.init_process_group("gloo")
-    folders: list[str | None] = [None]
+    new_folder = None
     if dist.get_rank() == 0:
-        folders[0] = tempfile.mkdtemp()
-        LlamaForCausalLM(llama_config(task.sizes)).save_pretrained(folders[0])
-    dist.broadcast_object_list(folders)
-    net = LlamaForCausalLM.from_pretrained(folders[0], tp_plan="auto", dtype=torch.float32)
+        new_folder = tempfile.mkdtemp()
+        LlamaForCausalLM(llama_config(task.sizes)).save_pretrained(new_folder)
+    folder = gather_values(new_folder)[0]
+    net = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32)
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(str(folders[0]))
+        shutil.rmtree(str(folder))
     cut = [p for p in net.parameters() if isinstance(p, DTensor)]
     uncut = [p for p in net.parameters() if not isinstance(p, DTensor)]
     parts = [parameters for parameters in (cut, uncut) if parameters]

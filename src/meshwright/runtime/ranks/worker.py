@@ -371,7 +371,7 @@ def run_rank(
     go = train
     if config.train.engine == "deepspeed":
         go = importlib.import_module("meshwright.training.by_deepspeed").train  # of an extra
-    if config.cluster.memory is not None:  # the groups' threads are no part of it
+    if config.cluster.memory is not None:  # the groups' threads are not part of it
         open_groups(job.layout, world, config.cluster.timeout)
     recorded = CollectiveRecorder(world.recorder, world.device)
     with recorded, MemoryLimit(job, world.rank, world.device):

@@ -140,7 +140,7 @@ class Family:
     it names the feature that counts them. With
     `fused_experts` a layer's experts are one tensor: "stacked", of each the rows of gate above
     those of up, or transposed, the outputs of gate and up "in turn". `buffers` are stored names
-    that are no parameters.
+    that are not parameters.
     """
 
     name: str
