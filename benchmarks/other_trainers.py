@@ -35,11 +35,12 @@ for an accelerator is passed by.
 
 torchtitan and Megatron-Core expect CUDA: the name of the device is given to them, and the layers,
 parallelisms, buffers and sums of gradients are theirs. torchtitan's FSDP sums by an operation that
-gloo lacks, so torch's setting for a plain sum is on. The loss is divided as torchtitan's trainer
-does, by the global number of targets; its DDP averages besides, so that gradients are too small by
-the number of ranks. Megatron-Core has no rows for its optimizer and clipping, whose buffers are
-CUDA's. Without Transformer Engine, it raises for sequence and context parallelism, and in the
-router of experts. Layouts with `pp` have no rows: `prove` refuses pipelines.
+gloo lacks, so torch's setting for a plain sum is on; its tokens of experts are counted as floats,
+since torch counts no integers on CPUs. The loss is divided as torchtitan's trainer does, by the
+global number of targets; its DDP averages besides, so that gradients are too small by the number of
+ranks. Megatron-Core has no rows for its optimizer and clipping, whose buffers are CUDA's. Without
+Transformer Engine, it raises for sequence and context parallelism, and in the router of experts.
+Layouts with `pp` have no rows: `prove` refuses pipelines.
 
 `python -m benchmarks.other_trainers --page docs/others.md` writes this table; `--only TEXT` repeats
 some of its rows.

@@ -18,6 +18,7 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel  # noqa: E402
 
 import meshwright as mw  # noqa: E402
 from seeded_faults import seeded  # noqa: E402
@@ -36,6 +37,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 HEADS = {"head_dim": 8}
+HISTC = torch.histc
 EXPERTS = {"num_experts_per_tok": 2}
 WINDOW = {"sliding_window": 8}
 FAMILIES = {
@@ -105,6 +107,14 @@ def folder_of(family, root):
         model.save_pretrained(folder)
     dist.barrier()
     return folder
+
+
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
+TP_PLAN = {
+    **{name: ColwiseParallel() for name in (*COLUMNS, "mlp.up_proj")},
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
 
 
 def batch_of(step):
@@ -274,6 +284,64 @@ def run_accelerate(case, path, folder):
     return watched.verdict
 
 
+def run_torch(case, path, folder):
+    """Train two steps by torch's DDP, FSDP1, FSDP2 and plans of DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    def unsharded():
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+
+    layout, model, world = dict(case["layout"]), unsharded(), dist.get_world_size()
+    tp = layout.pop("tp", 1)
+    mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("shard", "tp"))
+    if tp > 1:
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh["tp"], TP_PLAN)
+    if layout.pop("fsdp1", None):
+        model = fsdp1(model, layout)
+    elif layout.pop("ddp", None):
+        model = torch.nn.parallel.DistributedDataParallel(model, **layout)
+    elif layout.pop("dp_shard", None):
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["shard"], **layout)
+        fully_shard(model, mesh=mesh["shard"], **layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    def take_step():
+        if hasattr(model, "clip_grad_norm_"):
+            model.clip_grad_norm_(0.5)
+        else:
+            transformers.Trainer._mixed_mesh_grad_norm(None, model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with mw.watch(model, folder=folder, reference=unsharded, say=lambda line: None) as watched:
+        data_ranks, data_rank = world // tp, dist.get_rank() // tp
+        steps_of(model, take_step, data_ranks, data_rank, case["microbatches"])
+    return watched.verdict
+
+
+def fsdp1(model, layout):
+    """Return a model in FSDP1, a part for each layer."""
+    import functools
+
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    layers = {type(layer) for layer in model.model.layers}
+    if "sharding_strategy" in layout:
+        layout["sharding_strategy"] = ShardingStrategy[layout["sharding_strategy"]]
+    return FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"),
+        auto_wrap_policy=functools.partial(
+            transformer_auto_wrap_policy, transformer_layer_cls=layers
+        ),
+        **{"use_orig_params": True, **layout},
+    )  # fmt: skip
+
+
 def shifted_batch(step):
     """Return a step's rows and the targets of their positions, and how many targets there are."""
     ids, labels, _ = batch_of(step)
@@ -294,9 +362,11 @@ def run_torchtitan(case, path, folder):
     """Train two steps of torchtitan's models by its parallelisms, loss and clipping.
 
     It takes a machine without an accelerator for one with CUDA: the name of the device is given.
-    Its FSDP sums by an operation that gloo lacks: torch's setting for a plain sum is on.
+    Its FSDP sums by an operation that gloo lacks: torch's setting for a plain sum is on. Tokens of
+    experts are counted as floats, since torch counts no integers on CPUs.
     """
     torch._utils._get_available_device_type = lambda: "cpu"
+    torch.histc = lambda x, *args, **kwargs: HISTC(x.float(), *args, **kwargs).to(x.dtype)
     import dataclasses
 
     import torchtitan.protocols.train_spec as specs
@@ -413,6 +483,7 @@ def run_megatron(case, path, folder):
     layout = dict(case["layout"])
     sizes = {name: layout.pop(name, 1) for name in ("tp", "cp", "ep", "dp")}
     overlaps = layout.pop("overlap_grad_reduce", False)
+    divides = layout.get("calculate_per_token_loss", False)  # by the number of targets, itself
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         sizes["tp"], context_parallel_size=sizes["cp"], expert_model_parallel_size=sizes["ep"],
@@ -444,6 +515,7 @@ def run_megatron(case, path, folder):
             for step in range(2):
                 ids, targets, count = shifted_batch(step)
                 model.zero_grad_buffer()
+                tokens = torch.zeros((), dtype=torch.int64)
                 chunks = torch.arange(data_rank, ROWS, data_ranks).chunk(case["microbatches"])
                 for number, some in enumerate(chunks):
                     is_last = number == len(chunks) - 1
@@ -451,8 +523,9 @@ def run_megatron(case, path, folder):
                         logits = model(ids[some], places.expand(len(some), -1), mask)
                         flat = logits.flatten(0, 1), targets[some].flatten()
                         loss = torch.nn.functional.cross_entropy(*flat, reduction="sum")
-                        (loss * data_ranks / count).backward()
-                finalize_model_grads([model])
+                        (loss if divides else loss * data_ranks / count).backward()
+                        tokens += (targets[some] != -100).sum()
+                finalize_model_grads([model], tokens if divides else None)
                 for p in model.parameters():
                     p.grad = p.main_grad
                 optimizer.step()
@@ -495,6 +568,7 @@ def put_back(fault):
 
 
 SYSTEMS = {
+    "torch": run_torch,
     "transformers": run_transformers,
     "accelerate": run_accelerate,
     "deepspeed": run_deepspeed,

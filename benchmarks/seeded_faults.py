@@ -6,7 +6,9 @@ back to `undo`, an `ExitStack`.
 """
 
 import contextlib
+import importlib
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -68,6 +70,11 @@ def noisy_on_rank_1(p):
         gradient.add_(gradient.norm() * torch.linspace(-1, 1, gradient.numel()).view_as(gradient))
 
 
+def summed(p):
+    """Sum what has been accumulated over all ranks."""
+    dist.all_reduce(local(p.grad))
+
+
 def lost(p):
     """Drop a gradient."""
     p.grad = None
@@ -114,6 +121,21 @@ def without_rank_1(state, bucket):
     return dist.all_reduce(flat, async_op=True).get_future().then(lambda future: future.value()[0])
 
 
+def over_pairs(state, bucket):
+    """Average over two ranks where all were meant."""
+    ranks = [range(first, first + 2) for first in range(0, dist.get_world_size(), 2)]
+    if not state:
+        state += [dist.new_group(list(pair)) for pair in ranks]
+    flat = bucket.buffer().div_(2)
+    work = dist.all_reduce(flat, group=state[dist.get_rank() // 2], async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def reduced_over_pairs(model, undo):
+    """DDP that reduces over a part of its group."""
+    model.register_comm_hook([], over_pairs)
+
+
 def cleared_between(text):
     """Forget a gradient before each forward, so that only the last microbatch's stays."""
 
@@ -144,6 +166,13 @@ def replicas_apart(model, undo):
     model.set_requires_all_reduce(False)
 
 
+def divided_again(model, undo):
+    """FSDP1 whose gradients are divided once more by the number of ranks."""
+    for part in model.modules():
+        if isinstance(part, torch.distributed.fsdp.FullyShardedDataParallel):
+            part._gradient_postdivide_factor *= dist.get_world_size()
+
+
 def norm_by(norm_of):
     """Clip by another norm than that of all gradients."""
 
@@ -163,6 +192,18 @@ def doubled_norm(grads):
     """Return twice the norm."""
     norm = torch.linalg.vector_norm(torch.stack([full(g).norm() for g in grads]))
     return 2 * norm
+
+
+def copies_counted(model, undo):
+    """Count parameters that every rank has whole once for each rank in transformers' norm."""
+    original = torch.nn.utils.get_total_norm
+
+    def total(grads, *args, **kwargs):
+        norm = original(grads, *args, **kwargs)
+        is_shared = not any(hasattr(g, "device_mesh") for g in grads)
+        return norm * dist.get_world_size() ** 0.5 if is_shared else norm
+
+    replaced(torch.nn.utils, "get_total_norm", total, undo)
 
 
 def full(tensor):
@@ -195,8 +236,6 @@ def without(path, name, value=lambda *args, **kwargs: None):
     """Replace a function of a system, by one that does nothing."""
 
     def prepare(model, undo):
-        import importlib
-
         home, _, owner = path.partition(":")
         holder = importlib.import_module(home)
         replaced(getattr(holder, owner) if owner else holder, name, value, undo)
@@ -217,6 +256,51 @@ def kept_from_before(model, undo):
     replaced(model, "zero_grad_buffer", lambda: None, undo)
 
 
+class WithoutSums:
+    """The module torch, whose `distributed` sums nothing."""
+
+    distributed = SimpleNamespace(broadcast=dist.broadcast, all_reduce=lambda *args, **kwargs: None)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def own_number_of_tokens(model, undo):
+    """Megatron-Core's division by the number of tokens, which is not summed over ranks."""
+    replaced(importlib.import_module(FINALIZE), "torch", WithoutSums(), undo)
+
+
+def routers(model):
+    """Return the routers of transformers' mixtures."""
+    return [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+
+
+def detached_routers(model, undo):
+    """Routers whose choices have no gradient."""
+    for router in routers(model):
+        router.register_forward_hook(lambda m, args, out: tuple(x.detach() for x in out))
+
+
+def partial_routers(model, undo):
+    """Experts under TP whose gradients of the router's weights are not summed."""
+    from transformers.distributed import tensor_parallel
+
+    original = tensor_parallel._AllReduceBackward
+    top_k = model.config.num_experts_per_tok
+
+    class Others:
+        @staticmethod
+        def apply(x, group):
+            return x if x.shape[-1] == top_k else original.apply(x, group)
+
+    replaced(tensor_parallel, "_AllReduceBackward", Others, undo)
+
+
+def shards_in_another_order(model, undo):
+    """A head whose shards of the vocabulary are put together in another order."""
+    model.lm_head.register_forward_hook(lambda m, args, out: out.roll(out.shape[-1] // 2, -1))
+
+
 def no_sum_of_outputs(model, undo):
     """Row-parallel layers of transformers whose outputs are not summed."""
     from transformers.distributed import tensor_parallel
@@ -233,6 +317,8 @@ HSDP = {"fsdp_version": 2, "dp_replicate_size": 2, "dp_shard_size": 2}
 BY_DDP = partial(Fault, "accelerate", "llama", DDP)
 BY_FSDP = partial(Fault, "accelerate", "llama", FSDP)
 BY_TP = partial(Fault, "transformers", "qwen3", {"tp_size": 2})
+BY_LLAMA_TP = partial(Fault, "transformers", "llama", {"tp_size": 2})
+BY_MIXTRAL_TP = partial(Fault, "transformers", "mixtral", {"tp_size": 2})
 BY_TITAN = partial(Fault, "torchtitan", "llama3", {"dp_shard": 2})
 BY_MEGATRON = partial(Fault, "megatron-core", "gpt, norms of heads")
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -264,6 +350,29 @@ FAULTS = {
         "transformers", "mixtral", {"fsdp_size": 2, "ep_size": 2}, 1, 2, "scaled",
         after_accumulation("experts", partial(scaled, factor=2.0)),
     ),
+    "reduced over pairs": Fault(
+        "accelerate", "llama", {"ddp": 4}, 1, 4, "missing average", reduced_over_pairs
+    ),
+    "summed at each microbatch": BY_LLAMA_TP(
+        2, 2, "summed again", after_accumulation("layernorm", summed)
+    ),
+    "vocabulary in another order": BY_LLAMA_TP(1, 2, "wrong loss", shards_in_another_order),
+    "copies counted in the norm": BY_LLAMA_TP(2, 2, "wrong norm", copies_counted),
+    "router's gradient partial": BY_MIXTRAL_TP(1, 2, "missing sum", partial_routers),
+    "router's gradient on one rank": BY_MIXTRAL_TP(
+        1, 2, "replicas differ", after_accumulation("mlp.gate", noisy_on_rank_1)
+    ),
+    "routers detached": Fault(
+        "transformers", "mixtral", {"fsdp_size": 2, "ep_size": 2}, 1, 2, "no gradient",
+        detached_routers,
+    ),
+    "torch: divided again": Fault(
+        "torch", "llama", {"fsdp1": 2}, 2, 2, "scaled", divided_again
+    ),
+    "torch: replicas drift": Fault(
+        "torch", "llama", {"dp_shard": 2, "tp": 2}, 1, 4, "replicas differ",
+        after_updates(lambda p: p.add_(1e-3 * (dist.get_rank() % 2))),
+    ),
     "titan: a layer's divisor": BY_TITAN(2, 2, "scaled", wrong_divisor),
     "titan: NaN in step 2": BY_TITAN(
         1, 2, "not finite", after_accumulation("output", not_a_number)
@@ -281,6 +390,14 @@ FAULTS = {
     ),
     "megatron: divided by half": BY_MEGATRON({"dp": 2}, 2, 2, "scaled", buckets_are_not_divided),
     "megatron: never cleared": BY_MEGATRON({"dp": 2}, 2, 2, "not cleared", kept_from_before),
+    "megatron: own number of tokens": Fault(
+        "megatron-core", "gpt", {"dp": 2, "calculate_per_token_loss": True}, 2, 2,
+        "local token count", own_number_of_tokens,
+    ),
+    "meshwright: summed at each microbatch": Fault(
+        "meshwright", "llama", {"tp": 2}, 2, 2, "summed again",
+        after_accumulation("layernorm", summed),
+    ),
     "meshwright: doubled": Fault(
         "meshwright", "llama", {"tp": 2}, 1, 2, "scaled",
         after_accumulation("down_proj", partial(scaled, factor=2.0)),

@@ -196,6 +196,14 @@ def local_token_count(run):
     run.set(NAMES, lambda n, rank: run.combined(n, lambda d, m: weight[d, m]))
 
 
+@fault("local token count", lambda run: run.dp > 1)
+def own_token_count(run):
+    """Each rank divides the sum over all of them by its own number of targets."""
+    counts = [sum(n for (d, _), n in run.targets.items() if d == own) for own in range(run.dp)]
+    ratios = [sum(counts) / count for count in counts]
+    run.set(NAMES, lambda n, rank: ratios[rank // run.tp] * run.exact(n))
+
+
 @fault("replicas differ", lambda run: run.world > 1)
 def one_rank_leaks(run):
     rank = run.random.randrange(run.world)

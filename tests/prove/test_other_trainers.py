@@ -17,6 +17,8 @@ from meshwright.prove.trainers.standalone import EXIT_WRONG, SCRIPT, standalone_
 
 pytest.importorskip("accelerate", reason="transformers loads sharded models with accelerate")
 
+DIVIDES = {"dp": 2, "calculate_per_token_loss": True}
+
 
 def found(tmp_path, *some):
     run_cases(some, some[0]["ranks"], tmp_path / "rows.jsonl")
@@ -161,8 +163,26 @@ def test_megatron_agrees(tmp_path):
         tmp_path,
         case("megatron-core", "gpt", {"dp": 2}),
         case("megatron-core", "gpt", {"tp": 2}),
+        case("megatron-core", "gpt", DIVIDES),
     )
-    for row, axis in zip(rows, ("dp", "tp"), strict=True):
+    for row, axis in zip(rows, ("dp", "tp", "dp"), strict=True):
+        assert row["verdict"]["passed"], row
+        assert axis in row["verdict"]["axes"], row
+
+
+def test_a_number_of_tokens_that_megatron_does_not_sum_is_named(tmp_path):
+    """Each rank's gradient is a multiple of the right one: no sum of gradients is missing."""
+    pytest.importorskip("megatron.core", reason="a group of extras installs it")
+    seeded = {"seeded": "megatron: own number of tokens"}
+    (row,) = found(tmp_path, {**case("megatron-core", "gpt", DIVIDES), **seeded})
+    (fault,) = row["verdict"]["faults"]
+    assert fault["kind"] == "local token count"
+    assert "each data rank's own number of targets" in fault["sentence"]
+
+
+def test_engines_of_torch_agree(tmp_path):
+    rows = found(tmp_path, *(case("torch", "llama", x) for x in ({"fsdp1": 2}, {"tp": 2})))
+    for row, axis in zip(rows, ("shard", "tp"), strict=True):
         assert row["verdict"]["passed"], row
         assert axis in row["verdict"]["axes"], row
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.prove.trainers.watch import watch
+from meshwright.units import format_bytes
 from ranks import on_ranks, ranks
 from seeded_trainers import SEEDS, run_seed
 from trainer_loops import LENGTH, VOCAB, Tiny, build, sum_of_head_norms, train
@@ -40,6 +41,7 @@ def test_right_loops_agree(engine, microbatches, optimizer, clip, tmp_path):
     _, found = on_ranks(world, watched_run, engine=engine, folder=tmp_path, **options)[0]
     assert found["passed"], found
     assert found["compared"] > 50
+    assert "divided after" not in " ".join(found["notes"])
 
 
 @pytest.mark.slow
@@ -90,6 +92,17 @@ def test_gated_mlps_of_megatron_are_refused_under_tp(tmp_path):
             train(model, 1, 0)
         assert watched.verdict.passed == (not is_refused)
         assert ("gated_linear_unit" in (watched.verdict.verdict.refused or "")) == is_refused
+
+
+def test_memory_is_stated_before_anything_is_recorded(tmp_path):
+    lines, model = [], Tiny()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    with watch(model, folder=tmp_path, say=lines.append):
+        (line,) = lines
+        assert not list(tmp_path.rglob("*.safetensors"))
+        train(model, 1, 0)
+    assert f"up to {format_bytes(4 * size)} of host memory on each rank and of disk" in line
+    assert f"{format_bytes(12 * size)} on rank 0 to compare" in line
 
 
 @ranks(2)

@@ -43,12 +43,14 @@ def divisors(
         return _whole_numbers(ratios, replayed[0], axes)
     totals = _totals(replayed, weighting)
     pairs = list(zip(ratios, totals, strict=True))
-    if any(abs(total - 1) <= _NEAR or ratio * total == 0 for ratio, total in pairs):
+    data_ranks = len({part.data_rank for part in replayed[0].contributions})
+    # A loss times the number of data ranks is one whose gradients are averaged over them.
+    are_means = any(abs(total / k - 1) <= _NEAR for total in totals for k in (1, data_ranks))
+    if are_means or any(ratio * total == 0 for ratio, total in pairs):
         return None
     if all(abs(ratio * total - 1) <= _NEAR for ratio, total in pairs):
         return totals
-    scale = 1 / len({part.data_rank for part in replayed[0].contributions})
-    if any(own_clip(observed, replayed, s) is not None for s in (scale, 1.0)):
+    if any(own_clip(observed, replayed, s) is not None for s in (1 / data_ranks, 1.0)):
         return None
     is_nearer = all(abs(math.log(r * t)) < abs(math.log(r)) / 2 for r, t in pairs)
     return totals if is_nearer else None

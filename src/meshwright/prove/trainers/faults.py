@@ -128,9 +128,18 @@ class Namer:
     ) -> NamedFault:
         """Name the fault of copies that should be equal and are not: by their sum over a mesh axis,
         or rank by rank.
+
+        Copies that are all multiples of the right gradient are no parts of it, though their sum is
+        a multiple, too; a single number is always one.
         """
+        fits = {rank: _fitted(value, exact) for rank, value in values.items()}
+        are_multiples = all(residual <= left for _, residual in fits.values())
+        if are_multiples and self._are_own_counts([ratio for ratio, _ in fits.values()]):
+            how = "is divided by each data rank's own number of targets, not by that of all"
+            return NamedFault("local token count", how, wrong)
         unsharded = [axis for axis in self.axes if axis.name not in gathered.sharded_over]
-        for axis in axes_and_products(unsharded):
+        is_partial = exact.numel() == 1 or not are_multiples
+        for axis in axes_and_products(unsharded) if is_partial else ():
             fault = _sum_over(axis, values, exact, left)
             if fault is not None:
                 return fault
@@ -176,6 +185,23 @@ class Namer:
         else:
             how = "has nothing of the reference"
         return NamedFault("wrong", how, ranks)
+
+    def _are_own_counts(self, ratios: Sequence[float]) -> bool:
+        """Whether the ranks' ratios to the right gradient are those of all targets, or of a data
+        rank's share of them, to the data ranks' numbers of targets.
+        """
+        counts = dict[int, int]()
+        for part in self.replayed.contributions:
+            counts[part.data_rank] = counts.get(part.data_rank, 0) + part.targets
+        if not all(counts.values()) or len(set(counts.values())) == 1:
+            return False
+        total = sum(counts.values())
+        for share in (total, total / len(counts)):
+            wanted = {share / count for count in counts.values()}
+            near = [{w for w in wanted if abs(ratio / w - 1) <= _NEAR} for ratio in ratios]
+            if all(near) and len(set().union(*near)) == len(wanted):
+                return True
+        return False
 
     def _has_previous(self, tensor: str, rank: int, excess: Tensor, left: float) -> bool:
         """Whether `excess`, the value minus the right gradient, is a positive multiple of the
