@@ -4,6 +4,8 @@
 
 Steps alternate in one run, so that the machine's noise hits all alike. The time of a step is that
 of the slower rank; "cpu" is the processor time of both, which other processes disturb less.
+"check" is the processor time of both ranks inside of the alarms, which is part of their steps: a
+ratio of whole steps varies by more than the alarms take.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import meshwright as mw
+from meshwright.prove.trainers.alarms import ReplicaAlarms
 
 ENGINES = ("ddp", "fsdp2")
 MODES = ("without", "off", "alarms")
-VOCAB, DIM, HEADS, LAYERS, ROWS, LENGTH = 1024, 256, 4, 4, 4, 128
+VOCAB, DIM, HEADS, LAYERS, LENGTH = 1024, 256, 4, 4, 128
+KINDS = ("wall", "cpu", "check")
 NOT_COUNTED = 2  # the first steps of each mode
 
 
@@ -65,8 +68,9 @@ class Transformer(nn.Module):
 class Loop:
     """A model on an engine, with its optimizer."""
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, rows: int) -> None:
         torch.manual_seed(0)
+        self._rows = rows
         model: nn.Module = Transformer()
         if engine == "ddp":
             model = DistributedDataParallel(model)
@@ -81,7 +85,7 @@ class Loop:
     def take_step(self) -> tuple[float, float]:
         """Take a step; return its seconds, and those of the processor."""
         generator = torch.Generator().manual_seed(1000 * self.steps + dist.get_rank())
-        ids = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
+        ids = torch.randint(0, VOCAB, (self._rows, LENGTH + 1), generator=generator)
         self.steps += 1
         dist.barrier()
         start = time.perf_counter(), time.process_time()
@@ -93,72 +97,94 @@ class Loop:
         return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
-def measure(engine: str, rounds: int, folder: str) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds and processor seconds of each mode's steps; on every rank."""
-    plain, watched = Loop(engine), Loop(engine)
+class TimedAlarms(ReplicaAlarms):
+    """Alarms that add up the processor time of their checks."""
+
+    seconds = 0.0
+
+    def _step_begins(self, *args: Any) -> None:
+        start = time.process_time()
+        super()._step_begins(*args)
+        self.seconds += time.process_time() - start
+
+
+def measure(engine: str, rows: int, rounds: int, folder: str) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds, processor seconds, and those of checks of each mode's steps."""
+    plain, watched = Loop(engine, rows), Loop(engine, rows)
     with mw.watch(watched.model, folder=folder, say=lambda line: None) as watch:
         for _ in range(3):
             watched.take_step()
     assert dist.get_rank() or watch.verdict.passed
-    times: dict[str, dict[str, list[float]]] = {m: {"wall": [], "cpu": []} for m in MODES}
+    times: dict[str, dict[str, list[float]]] = {m: {kind: [] for kind in KINDS} for m in MODES}
     for number in range(rounds + NOT_COUNTED):
         for mode in MODES[number % 3 :] + MODES[: number % 3]:
             loop = watched if mode == "off" else plain
-            alarms = mw.watch(loop.model, check="replicas", say=lambda line: None)
-            with alarms if mode == "alarms" else nullcontext():
-                numbers = torch.tensor(loop.take_step(), dtype=torch.float64)
+            alarms = TimedAlarms(loop.model, say=lambda line: None)
+            if mode == "alarms":
+                alarms.start()
+                loop.take_step()  # the first finds out which parameters the optimizer holds
+                alarms.seconds = 0.0
+            numbers = torch.tensor([*loop.take_step(), alarms.seconds], dtype=torch.float64)
+            alarms.stop()
             slowest = numbers.clone()
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             dist.all_reduce(numbers)
             if number >= NOT_COUNTED:
-                times[mode]["wall"].append(float(slowest[0]))
-                times[mode]["cpu"].append(float(numbers[1]))
+                for kind, value in zip(KINDS, (slowest[0], *numbers[1:]), strict=True):
+                    times[mode][kind].append(float(value))
     return times
 
 
-def rank_of(engine: str, rounds: int) -> None:
+def rank_of(engine: str, rows: int, rounds: int) -> None:
     """Measure on one rank, and print the times on rank 0."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]
         dist.broadcast_object_list(folders, 0)
-        times = measure(engine, rounds, folders[0])
+        times = measure(engine, rows, rounds, folders[0])
         dist.barrier()
     if dist.get_rank() == 0:
         print(json.dumps(times))
     dist.destroy_process_group()
 
 
-def table(engine: str, times: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+def table(engine: str, rows: int, times: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
     """Return a row for each mode: median milliseconds, and ratios to steps without `watch`.
 
-    A ratio is the median over rounds, in which all modes took a step one after another.
+    A ratio is the median over rounds, in which all modes took a step one after another. The share
+    of the checks is that of their median in the median processor time of a step without `watch`.
     """
+    plain = times["without"]
     return [
         {
             "engine": engine,
+            "tokens": rows * LENGTH,
             "watch": mode,
             **{f"{kind}_ms": round(1e3 * statistics.median(s), 2) for kind, s in seconds.items()},
             **{
                 f"{kind}_ratio": round(
                     statistics.median(
-                        x / y for x, y in zip(s, times["without"][kind], strict=True)
+                        x / y for x, y in zip(seconds[kind], plain[kind], strict=True)
                     ),
                     4,
                 )
-                for kind, s in seconds.items()
+                for kind in ("wall", "cpu")
             },
+            "check_share": round(
+                statistics.median(seconds["check"]) / statistics.median(plain["cpu"]), 4
+            ),
             "steps": len(seconds["wall"]),
         }
         for mode, seconds in times.items()
     ]
 
 
-def launch(engine: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+def launch(engine: str, rows: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Return the times of two ranks, with one thread each."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = ["--nproc-per-node", "2", "-m", "benchmarks.watching", "--rounds", str(rounds)]
+    words += ["--rows", str(rows)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [*launcher, *words, "--rank-of", engine],
@@ -174,17 +200,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure both engines, print a table, and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rows", type=int, nargs="+", default=[4, 16], help="a step and rank")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank-of", choices=ENGINES, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.rank_of:
-        rank_of(args.rank_of, args.rounds)
+        rank_of(args.rank_of, args.rows[0], args.rounds)
         return
-    rows = [row for e in ENGINES for row in table(e, launch(e, args.rounds))]
+    rows = [
+        row
+        for engine in ENGINES
+        for n in args.rows
+        for row in table(engine, n, launch(engine, n, args.rounds))
+    ]
     for row in rows:
         print(
-            f"{row['engine']:6} {row['watch']:8} {row['wall_ms']:8.1f} ms, ratio "
-            f"{row['wall_ratio']:.3f}; cpu {row['cpu_ms']:8.1f} ms, ratio {row['cpu_ratio']:.3f}"
+            f"{row['engine']:6} {row['tokens']:5} tokens, {row['watch']:8} {row['wall_ms']:8.1f} "
+            f"ms, ratio {row['wall_ratio']:.3f}; cpu {row['cpu_ms']:8.1f} ms, ratio "
+            f"{row['cpu_ratio']:.3f}; checks {row['check_ms']:.2f} ms, {row['check_share']:.2%}"
         )
     result = {
         "command": f"python -m benchmarks.watching --rounds {args.rounds}",
