@@ -78,7 +78,7 @@ def _read_iteration(source: ImportSource) -> None:
     source.honour(key, note="Keller Jordan's coefficients")
     key = "muon-fp32-matmul-prec"
     asked = source.get(key, "medium")
-    precision = next((ours for ours, theirs in _PRECISIONS.items() if theirs == asked), None)
+    precision = next((dtype for dtype, name in _PRECISIONS.items() if name == asked), None)
     if precision is None:
         reason = "matrices are orthogonalized in bf16 or fp32; nearest: medium, highest"
         source.refuse(key, reason, settled_by=["optimizer.ns_precision"])
