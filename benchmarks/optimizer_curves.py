@@ -5,7 +5,7 @@
 One process trains the package's model with the package's optimizers on Python's standard library,
 bytes as tokens, and evaluates it on held-out files. All ways have the same batches, and all ways of
 AdamW the same rate. Matmuls are in fp32 throughout, on weights rounded to bf16 where a way says so:
-most CPUs have no matmuls in bf16. Ways that the file of `--out` has already are kept as they are.
+most CPUs have no matmuls in bf16. Runs of as many steps that the file of `--out` has are kept.
 Prints the last held-out loss of each way: its mean and its range over seeds.
 """
 
@@ -130,6 +130,11 @@ def losses(way: Way, steps: int, seed: int) -> list[tuple[int, float]]:
     return curve
 
 
+def chosen(texts: Sequence[str]) -> list[str]:
+    """Return the ways that texts name, or that contain a text which is no way's name."""
+    return [name for name in WAYS if any(t == name or (t not in WAYS and t in name) for t in texts)]
+
+
 def table(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -> str:
     """Return the last held-out losses as a table: the mean over seeds, and their range."""
     lines = ["| way | held-out loss | lowest | highest |", "|---|--:|--:|--:|"]
@@ -152,14 +157,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizer_curves")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=[""], help="ways whose names contain a text")
+    parser.add_argument("--only", nargs="+", default=[""], help="ways, or what names contain")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     curves: dict[str, list[list[tuple[int, float]]]] = {name: [] for name in WAYS}
     if args.out is not None and args.out.exists():
         curves |= json.loads(args.out.read_text())["curves"]
-    ways = [name for name in WAYS if any(text in name for text in args.only)]
+    ends = {run[-1][0] for runs in curves.values() for run in runs}
+    if ends - {args.steps}:
+        parser.error(f"{args.out} has runs of {max(ends)} steps; nearest: another file")
+    ways = chosen(args.only)
     # A stopped run has all ways with as many seeds, or one more.
     for seed, name in product(range(args.seeds), ways):
         if len(curves[name]) > seed:

@@ -25,7 +25,11 @@ TABLES = (
 # it untrue. A reason without a pattern is of the other system, or no key could make it untrue.
 ABSENT = {
     # optimizers and schedules
-    r"no other iteration of Newton-Schulz": ["optimizer.ns_method*"],
+    r"no other iteration of Newton-Schulz": ["optimizer.ns_method*", "optimizer.ns_coef*"],
+    r"Muon has no more keys": ["optimizer.muon_*", "optimizer.ns_[!sp]*"],
+    r"no other scale of Muon": ["optimizer.scale_*", "optimizer.scale=[!mo]*"],
+    r"momentum is in fp32": ["optimizer.momentum_*"],
+    r"no moments in 4 bits": ["optimizer.state_dtype=*4*"],
     r"of Lamb|OneBitLamb": ["optimizer.*lamb*"],
     r"1-bit optimizers|ZeroOneAdam": ["optimizer.*bit*", "optimizer.*zero*one*"],
     r"no other optimizer": ["optimizer.name=*[!wdn]"],  # adamw, sgd and muon are named there

@@ -213,7 +213,7 @@ def test_a_key_that_changes_memory_is_refused_until_it_is_settled(tmp_path):
         ("trl.yaml", "max_length: 2048", "load_in_4bit: true", "load_in_4bit"),
         ("trl.yaml", "max_length", "max_lengths", "max_lengths"),
         ("sft.toml", '"Qwen/Qwen3-0.6B"', '"nobody/knows"', "model.name"),
-        ("swift.sh", "--lr 1e-5", "--optimizer muon", "optimizer"),
+        ("swift.sh", "--lr 1e-5", "--optimizer adaptive_muon", "optimizer"),
     ],
 )
 def test_contradictions_and_unknown_keys_are_refused(tmp_path, name, old, new, key):

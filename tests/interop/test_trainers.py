@@ -219,7 +219,7 @@ def test_flat_keys_nest_and_flatten():
     [
         ("adamw", {"hf": "adamw_torch", "megatron": "adam"}),
         ("lion", {"hf": "lion_32bit", "megatron": None}),
-        ("muon", {"hf": None, "megatron": None}),
+        ("muon", {"hf": None, "megatron": "muon"}),
         ("sgd", {"hf": "sgd", "megatron": "sgd"}),
     ],
 )

@@ -361,6 +361,16 @@ def test_the_certificate_is_issued_and_can_be_refused(config, tmp_path, monkeypa
     assert "of step 10 differs" in bad.observed
 
 
+@pytest.mark.slow  # the states of AdamW in fp32 are certified above
+@pytest.mark.parametrize("optimizer", ["state_dtype=int8", "name=muon"])
+def test_runs_of_other_optimizers_are_certified(optimizer, capsys):
+    """Each rank has the states of its rows; another layout reads them as a whole."""
+    asked = ("layout.dp_shard=2", "layout.zero=1", "layout.microbatch=2", "train.batch=8")
+    words = (*asked, "cluster.devices_per_node=2", f"optimizer.{optimizer}")
+    assert main(["prove", "--resume", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"]
+
+
 def test_steps_are_listed_verified_and_pruned(started, capsys):
     job = started("layout.dp_replicate=2", "train.steps=3")
     go(job)

@@ -155,9 +155,34 @@ def read_own_defaults(source: ImportSource) -> None:
     """Fill in DeepSpeed's defaults of optimizers where Meshwright's differ."""
     kind = source.get("optimizer.type")
     if kind == "Muon":
-        source.fill("optimizer.scale", "original", "DeepSpeed's Muon is Keller Jordan's")
+        _read_muon(source)
     if kind == "Lion" and source.get("optimizer.params.betas") is None:
         source.fill("optimizer.betas", [0.9, 0.99], "DeepSpeed's default for Lion")
+
+
+def _read_muon(source: ImportSource) -> None:
+    """Fill in the defaults of Muon and of the Adam beside it, and import a rate that both have.
+
+    Source: DeepSpeed's runtime/zero/muon/original_muon.py, MuonWithAuxAdam; its engine gives the
+    parameters of each their own rate where the config has one, else the common one.
+    """
+    params = "optimizer.params."
+    source.fill("optimizer.scale", "original", "DeepSpeed's Muon is Keller Jordan's")
+    if source.get(f"{params}betas") is None:
+        source.fill("optimizer.betas", [0.9, 0.95], "DeepSpeed's default beside Muon")
+    if source.get(f"{params}eps") is None:
+        source.fill("optimizer.eps", 1e-10, "DeepSpeed's default beside Muon")
+    rate = source.number(f"{params}lr", 0.0)
+    of_muon = source.number(f"{params}muon_lr", rate or 0.02)
+    of_adam = source.number(f"{params}adam_lr", rate or 3e-4)
+    if of_muon == of_adam:
+        for name in ("muon_lr", "adam_lr"):
+            source.translate(f"{params}{name}", {"optimizer.lr": of_muon})
+        if of_muon != rate:
+            source.ignore(f"{params}lr", "muon_lr and adam_lr override it")
+    elif not rate:
+        reason = "Muon and its AdamW have one rate; nearest: optimizer.groups, by name"
+        source.refuse(f"{params}lr", reason, settled_by=["optimizer.lr"], default=of_muon)
 
 
 def read_sgd(source: ImportSource, decay: str = "optimizer.params.weight_decay") -> None:

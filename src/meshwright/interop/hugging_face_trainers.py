@@ -133,12 +133,26 @@ _ADAMW_IN_8_BITS: Final = (
 )
 
 
+def _refuse_other_forms(source: ImportSource, key: str) -> None:
+    """Refuse optimizers that Meshwright has in another form than transformers or axolotl."""
+    reason = ""
+    if source.get(key) in ("lion_8bit", "paged_lion_8bit"):
+        reason = "Lion's momentum is in fp32; nearest: lion_32bit"
+    elif source.get(key) == "adamw_torch_4bit":
+        reason = "no moments in 4 bits; nearest: adamw_torch_8bit"
+    elif source.get(key) == "muon":  # axolotl's, of which the one for meshes is dion's
+        reason = "no other iteration of Newton-Schulz; nearest: adamw_torch"
+    if reason:
+        source.refuse(key, reason, settled_by=["optimizer.name"])
+
+
 def read_rates(source: ImportSource) -> None:
     """Import Adam's betas and bits, the steps, and the warm-up in steps or a share of the steps."""
     for key in ("optim", "optimizer"):
         if source.get(key) in _ADAMW_IN_8_BITS:
             to = {"optimizer.name": "adamw", "optimizer.state_dtype": "int8"}
             source.translate(key, to, "blocks of rows; all of matrices, and nothing is paged")
+        _refuse_other_forms(source, key)
     betas = [source.number("adam_beta1", 0.9), source.number("adam_beta2", 0.999)]
     for key in ("adam_beta1", "adam_beta2"):
         source.translate(key, {"optimizer.betas": betas})

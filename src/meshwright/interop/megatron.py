@@ -18,6 +18,7 @@ from typing import Any, Final
 from meshwright.errors import ConfigError
 from meshwright.interop.batch import Names, read_batch, read_split
 from meshwright.interop.megatron_model import read_model
+from meshwright.interop.megatron_muon import muon_arguments, read_muon
 from meshwright.interop.plan_source import PlanSource
 from meshwright.interop.source import ImportSource
 from meshwright.spec.model import OF_PADDING, ModelSpec
@@ -158,6 +159,7 @@ def read_megatron(source: ImportSource) -> None:
     read_experts(source)
     _read_states(source)
     _read_schedule(source)
+    read_muon(source)
     _read_recompute(source)
     _read_data(source)
     minutes = source.number("distributed-timeout-minutes", 0.0)
@@ -433,6 +435,8 @@ def megatron_keys(source: PlanSource) -> dict[str, Any]:
     """Return a plan as Megatron-LM's arguments by name, including those of the model."""
     layout, train = source.layout, source.config.train
     keys = _parallel(source) | model_arguments(source.config.model)
+    if source.config.optimizer.name == "muon":
+        keys |= muon_arguments(source)
     if layout.zero >= 2:
         keys.pop("use-distributed-optimizer", None)
         keys["use-megatron-fsdp"] = True
@@ -451,6 +455,7 @@ def megatron_keys(source: PlanSource) -> dict[str, Any]:
 def nemo_keys(source: PlanSource) -> dict[str, Any]:
     """Return a plan as overrides of a Megatron-Bridge recipe, such as `train.global_batch_size`."""
     source.check_named_model()
+    _check_no_muon(source, "Megatron-Bridge's recipes have")
     if not source.names.bridge:
         raise ConfigError(
             f"Megatron-Bridge has no recipe of model.preset = {source.config.model.preset!r}"
@@ -472,6 +477,7 @@ def nemo_keys(source: PlanSource) -> dict[str, Any]:
 def swift_keys(source: PlanSource) -> dict[str, Any]:
     """Return a plan as arguments of Megatron-SWIFT, such as `global_batch_size`."""
     source.check_named_model()
+    _check_no_muon(source, "ms-swift has")
     precision = source.config.train.precision
     keys: dict[str, Any] = {"model": source.hub_name(), "tuner_type": "full"}
     parallel = _parallel(source)
@@ -484,6 +490,11 @@ def swift_keys(source: PlanSource) -> dict[str, Any]:
     if source.config.train.reduce_dtype != "fp32":
         raise ConfigError("ms-swift sums gradients in fp32; nearest: train.reduce_dtype = fp32")
     return keys
+
+
+def _check_no_muon(source: PlanSource, system: str) -> None:
+    if source.config.optimizer.name == "muon":
+        raise ConfigError(f"{system} no optimizer.name = muon; nearest: adamw, or for: megatron")
 
 
 def _underscored(name: str) -> str:
@@ -525,7 +536,10 @@ def _parallel(source: PlanSource) -> dict[str, Any]:
         }
     elif layout.recompute == "selective":
         keys["recompute-granularity"] = "selective"
-    return keys | source.given(_GIVEN) | _optimizer(source)
+    given = source.given(_GIVEN)
+    if source.config.optimizer.name != "sgd":
+        given.pop("sgd-momentum", None)
+    return keys | given | _optimizer(source)
 
 
 def _optimizer(source: PlanSource) -> dict[str, Any]:

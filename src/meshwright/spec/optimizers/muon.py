@@ -69,5 +69,5 @@ MUON = Optimizer(
         }
     ),
     defaults={"momentum": 0.95},
-    names={"deepspeed": ("Muon",)},
+    names={"deepspeed": ("Muon",), "megatron": ("muon", "dist_muon")},
 )
