@@ -80,7 +80,7 @@ def test_what_a_row_does_not_train_may_be_marked_so():
         ({"text": "a"}, "no conversation: a row has messages, conversations, conv"),
         ({"messages": [ASKED]}, "no turn of the assistant"),
         ({"prompt": [ASKED, SAID], "completion": [ASKED]}, "no turn of the assistant"),
-        ({"messages": []}, "no list of messages"),
+        ({"messages": []}, "not a list of messages"),
         ({"messages": [{"content": "a"}]}, "message 1 of 'messages' has no role"),
         ({"messages": [{"role": "user", "content": 3}]}, "message 1: its content is a int"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
@@ -197,7 +197,7 @@ def test_where_templates_come_from(tmp_path, tokenizer):
     (tmp_path / "own.jinja").write_text("own")
     assert load_template(file, str(tmp_path / "own.jinja")).source == "own"
     (tmp_path / "own.jinja").write_text("{% for %}")
-    with pytest.raises(DataError, match="no Jinja template"):
+    with pytest.raises(DataError, match="not a Jinja template"):
         load_template(file, str(tmp_path / "own.jinja"))
     with pytest.raises(DataError, match=r"needs a tokenizer\.json with a chat template"):
         Encoding("bytes", None, "chat").load()

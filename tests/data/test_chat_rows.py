@@ -72,7 +72,7 @@ def test_earlier_turns_of_an_instruction_are_turns_and_are_trained():
     found = conversation_of(row, "")
     assert [message["content"] for message in found.messages] == ["s", "a", "b", "c", "d"]
     assert found.trained == (2, 4)
-    with pytest.raises(ValueError, match="no list of pairs"):
+    with pytest.raises(ValueError, match="not a list of pairs"):
         conversation_of({**row, "history": ["a"]}, "")
 
 
@@ -95,7 +95,7 @@ def test_what_an_instruction_is_about_is_read_under_both_names():
         ({"messages": [{"role": "user"}, SAID]}, "message 1 has neither content nor tool_calls"),
         ({"messages": [{"role": "user", "value": "hi"}, SAID]}, "message 1 has neither content"),
         ({"messages": [ASKED, SAID], "tools": "nothing"}, "Expecting value"),
-        ({"messages": [ASKED, SAID], "tools": 5}, "no list of tools"),
+        ({"messages": [ASKED, SAID], "tools": 5}, "not a list of tools"),
         ({"messages": [ASKED, SAID], "chat_template_kwargs": {"messages": []}}, "sets 'messages'"),
         ({"conversations": [{"from": "function_call", "value": "f(x)"}]}, "is not JSON"),
         ({"messages": [ASKED, {**SAID, "content": {"a": 1}}]}, "its content is a dict"),
