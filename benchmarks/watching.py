@@ -220,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{row['cpu_ratio']:.3f}; checks {row['check_ms']:.2f} ms, {row['check_share']:.2%}"
         )
     result = {
-        "command": f"python -m benchmarks.watching --rounds {args.rounds}",
+        "command": f"python -m benchmarks.watching --rounds {args.rounds} "
+        f"--rows {' '.join(map(str, args.rows))}",
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",

@@ -111,6 +111,7 @@ def test_a_new_run_takes_no_store_of_another(folder):
     assert place(url).files() == before
 
 
+@pytest.mark.slow
 def test_a_store_that_takes_nothing_is_refused_before_the_start(folder):
     (folder / "bucket").write_text("a file")
     output = train(*RUN, f"checkpoint.dir=file://{folder}/bucket/run", code=2)

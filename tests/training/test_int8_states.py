@@ -172,7 +172,7 @@ def test_layouts_update_as_one_device_does(label, model, fields):
         assert [verdict for verdict in verdicts if not verdict.passed] == []
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "label", ["shard2 zero3 mb1", "pp2 1f1b mb1", "shard2 zero1 mb1 offload-optimizer"]
 )

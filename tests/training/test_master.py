@@ -201,7 +201,7 @@ MEMORY = [
 ]
 
 
-@pytest.mark.often(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [PURE, SAME], ids=lambda train: train.reduce_dtype)
 @pytest.mark.parametrize("label", MEMORY)
 def test_memory_by_category_is_that_of_a_dry_run(label, train):

@@ -86,6 +86,9 @@ def sharding_axes(tensor: Tensor) -> tuple[str, ...]:
     )
 
 
+_REPLICATED: Final = ("dp", "replicate")  # the axes along which plain tensors are the same
+
+
 class ModelReader:
     """Reads a model's whole parameters and gradients by name, from DDP, FSDP1, FSDP2, DTensor,
     Megatron or DeepSpeed.
@@ -226,7 +229,8 @@ def assembled(
     uncertain how.
 
     The shapes say which dim is sharded. Exactly one axis must have the matching size; if several
-    have, the one named "tp", since other axes shard by DTensor or FSDP.
+    have, the one named "tp", since other axes shard by DTensor or FSDP. Axes of data parallelism
+    never do: their ranks have the same plain tensors.
     """
     by_rank = gathered.by_rank()
     values = {rank: value for rank, value in by_rank.items() if value is not None}
@@ -236,7 +240,8 @@ def assembled(
     dims = [d for d in range(len(shape)) if len(local) == len(shape) and local[d] != shape[d]]
     if len(values) != len(by_rank) or len(dims) != 1 or len({v.shape for v in values.values()}) > 1:
         return None
-    fitting = [axis for axis in axes if axis.size * local[dims[0]] == shape[dims[0]]]
+    able = [axis for axis in axes if axis.name not in _REPLICATED]
+    fitting = [axis for axis in able if axis.size * local[dims[0]] == shape[dims[0]]]
     fitting = [axis for axis in fitting if axis.name == "tp"] or fitting
     if len(fitting) != 1:
         return None
@@ -275,7 +280,8 @@ def _groups(module: nn.Module) -> dict[str, Any]:
         replicas = getattr(module, "_inter_node_pg", None)
         return {"shard": module.process_group} | ({"replicate": replicas} if replicas else {})
     if type(module).__module__.startswith("deepspeed") and hasattr(module, "data_parallel_group"):
-        return {"dp": module.data_parallel_group}
+        cut_over = getattr(module.mpu, "get_tensor_model_parallel_group", lambda: None)()
+        return {"dp": module.data_parallel_group} | ({"tp": cut_over} if cut_over else {})
     return {}
 
 
