@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -227,6 +228,12 @@ def test_no_large_or_built_file_is_kept():
     for path in kept:
         assert path.suffix not in {".whl", ".gz", ".so", ".pyc", ".safetensors"}, path
         assert not path.is_file() or path.stat().st_size < 2 * MIB, path
+
+
+def test_no_two_files_of_tests_share_a_name():
+    """Pytest imports each by its name alone, and refuses the second."""
+    names = Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_files_and_functions_stay_small():

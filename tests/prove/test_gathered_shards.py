@@ -23,5 +23,5 @@ def test_shards_are_put_together_along_the_axis_that_cuts_them():
 
 
 def test_an_axis_of_data_parallelism_cuts_no_plain_tensor():
-    """An axis that is not known, as of an engine's own groups, leaves it uncertain: no accusation."""
+    """Where the axis is not known, as of an engine's own groups, nothing is accused."""
     assert assembled(shards(), WHOLE.shape, [DATA]) is None
