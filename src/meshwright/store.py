@@ -74,9 +74,7 @@ class StorePath:
         scheme, _, rest = url.partition("://")
         if scheme not in PACKAGES:
             legal = [f"{known}://" for known in PACKAGES if known not in ("file", "memory")]
-            raise ConfigError(
-                refusal(f"{scheme}:// is not an object store that is known", legal=legal)
-            )
+            raise ConfigError(refusal(f"{scheme}:// is not a known object store", legal=legal))
         user, at, _ = rest.partition("/")[0].rpartition("@")
         if (at and (":" in user or scheme in ("s3", "gs"))) or "?" in rest:
             raise ConfigError(
@@ -366,9 +364,8 @@ def _discard(file: Any) -> None:
     """Give an upload up, so that closing the file does not complete it."""
     from fsspec.spec import AbstractBufferedFile
 
-    with contextlib.suppress(
-        Exception
-    ):  # what is left of it is not an object, and cleaned up later
+    # The store cleans up what is left of it later: that is not an object.
+    with contextlib.suppress(Exception):
         if isinstance(file, _S3Upload | AbstractBufferedFile):
             file.closed = True
             file.discard()

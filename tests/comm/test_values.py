@@ -78,11 +78,27 @@ def test_only_expected_classes_are_made():
         from_bytes(crafted)
 
 
-def test_nothing_is_unpickled_or_read_past_the_end():
-    with pytest.raises(Exception, match=r"."):
-        from_bytes(pickle.dumps([1, 2]))
+class Opens:
+    """Opens a file for writing where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_nothing_is_unpickled(tmp_path):
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(ValueError):
+            from_bytes(pickle.dumps(Opens(str(tmp_path / "opened")), protocol))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 30, -200])
+def test_bytes_that_are_cut_off_are_refused(kept):
     with pytest.raises(ValueError):
-        from_bytes(to_bytes(torch.zeros(100))[:-200])
+        from_bytes(to_bytes(torch.zeros(100))[:kept])
 
 
 def exchanged(world):

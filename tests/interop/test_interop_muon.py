@@ -120,7 +120,7 @@ def test_a_plan_with_muon_comes_back_from_megatron():
     optimizer = optimizer_of(imported)
     for name in ("name", "momentum", "nesterov", "ns_steps", "ns_precision", "scale"):
         assert optimizer[name] == getattr(config.optimizer, name)
-    with pytest.raises(ConfigError, match="Megatron's Muon shards nothing else"):
+    with pytest.raises(ConfigError, match="Megatron's Muon shards optimizer states only"):
         written(megatron, source_of("shard8 zero3 mb1"), "x")
 
 

@@ -126,7 +126,7 @@ def test_tied_weights_stay_one_and_every_gradient_is_right(world):
 REFUSED = {
     "column": ({"body.*.into": "colum"}, {"tp": 2}, "the plan's style 'colum' for body.0.into"),
     "pattern": ({"nothing": "row"}, {"tp": 2}, "the plan's nothing fits no layer of the model"),
-    "kind": ({"words": "row"}, {"tp": 2}, "the plan cuts words by row, but it is not a Linear"),
+    "kind": ({"words": "row"}, {"tp": 2}, "the plan cuts words by row, which is not an nn.Linear"),
     "no plan": (None, {"tp": 2}, "layout.tp > 1 needs a plan"),
     "tied": ({"head": "column_gathered"}, {"tp": 2}, "words.weight is tied to a layer that the"),
     "pp": (None, {"pp": 2}, "layout.pp = 2 needs a model that is cut into stages"),

@@ -33,7 +33,7 @@ class Pushed:
 
 
 def check_push(repository: str) -> None:
-    """Raise `ConfigError` if a text is not a name of a repository, or if there is no token."""
+    """Raise `ConfigError` if a text does not name a repository, or if there is no token."""
     from huggingface_hub import constants, get_token
 
     repository_name(repository)

@@ -246,7 +246,7 @@ def _size(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a size of a file")
+        raise argparse.ArgumentTypeError(f"{text} is not a file size")
     return size
 
 

@@ -41,6 +41,8 @@ def from_bytes(data: bytes | bytearray, *types: type) -> Any:
     Raises `ValueError` for a class that is not among `types`, and for bytes that are not a value.
     """
     buffer = data if isinstance(data, bytearray) else bytearray(data)
+    if len(buffer) < _LENGTH.size:
+        raise ValueError(f"{len(buffer)} bytes are not a value")
     (length,) = _LENGTH.unpack_from(buffer)
     structure = json.loads(buffer[_LENGTH.size : _LENGTH.size + length])
     start = _LENGTH.size + length

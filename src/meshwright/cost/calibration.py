@@ -103,7 +103,7 @@ class Calibration:
 def parse_calibration(text: str) -> Calibration:
     """Return the calibration in a TOML text: tables of constants by kind, and the table `[about]`.
 
-    Raises `ValueError` if the text is not such TOML.
+    Raises `ValueError` if the text is anything else.
     """
     content = parse_toml(text)
     for kind, table in content.items():

@@ -140,7 +140,7 @@ class CostInputs:
         each call."""
         train = self.train
         given = (self.model, train.seq_len, train.precision)
-        target = self.target._replace(imbalance=1.0)
+        target = self.target._replace(imbalance=1.0)  # each call says its own
         known = partial(layout_work, *given, fp8=train.fp8, target=target)
         return lru_cache(maxsize=8192)(known)
 

@@ -214,7 +214,7 @@ def layout_work(
 ) -> LayoutWork:
     """Return the work of a microbatch of `microbatch` sequences with these layout keys; cached.
 
-    `fp8` is that of the training, `target` what computes it, but for its imbalance.
+    `target` has the device and whether it compiles; `imbalance` replaces that of the target.
     """
     of_one = (seq_len, precision, tp, sp, cp, cp_kind)
     shared_out = (ep, etp, imbalance)

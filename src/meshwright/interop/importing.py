@@ -122,8 +122,8 @@ def _of_text(path: Path, text: str) -> System:
 
 
 def _unknown(path: Path) -> ConfigError:
-    rule = f"{path} is not a config that is known by what is in it"
-    hint = "--from says which system's it is"
+    rule = f"nothing in {path} says which system's config it is"
+    hint = "--from says so"
     return ConfigError(refusal(rule, legal=[f"--from {name}" for name in SYSTEMS], hint=hint))
 
 

@@ -109,7 +109,9 @@ def muon_arguments(source: PlanSource) -> dict[str, Any]:
     """Return the arguments of a plan with Muon; raises `ConfigError` for shards that it lacks."""
     optimizer, zero = source.config.optimizer, source.layout.zero
     if zero > 1:
-        raise ConfigError(f"Megatron's Muon shards nothing else; nearest to zero = {zero}: 1")
+        raise ConfigError(
+            f"Megatron's Muon shards optimizer states only; nearest to layout.zero = {zero}: 1"
+        )
     mode, factor = _SCALES[optimizer.scale]
     return {
         "muon-momentum": optimizer.momentum,

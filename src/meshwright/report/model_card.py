@@ -97,7 +97,7 @@ def _metadata(facts: CardFacts) -> list[str]:
 
 
 def _repository(name: str) -> HubId | None:
-    """Return the id that a name of initial weights is; even if a folder here has that name."""
+    """Return the Hub id that initial weights were named by; None for a folder here."""
     identifier = hub_id(name)
     return identifier if identifier is not None and not Path(name).exists() else None
 

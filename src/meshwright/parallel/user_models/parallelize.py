@@ -296,7 +296,7 @@ def _cut_one(
         raise ConfigError(refusal(f"the plan's style {style!r} for {name}", legal=list(kinds)))
     kind, dim = kinds[style]
     if not isinstance(module, kind):
-        raise ConfigError(f"the plan cuts {name} by {style}, but it is not a {kind.__name__}")
+        raise ConfigError(f"the plan cuts {name} by {style}, which is not an nn.{kind.__name__}")
     _refuse_uncuttable(name, module)
     for parameter_name, parameter in list(module.named_parameters(recurse=False)):
         if parameter_name == "bias" and style == "row":

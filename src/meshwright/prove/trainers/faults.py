@@ -129,8 +129,8 @@ class Namer:
         """Name the fault of copies that should be equal and are not: by their sum over a mesh axis,
         or rank by rank.
 
-        Copies that are all multiples of the right gradient are no parts of it, though their sum is
-        a multiple, too; a single number is always one.
+        Where every copy is a multiple of the right gradient, none is a partial sum, although their
+        sum is a multiple, too. A gradient of one number is always a multiple, so it may be either.
         """
         fits = {rank: _fitted(value, exact) for rank, value in values.items()}
         are_multiples = all(residual <= left for _, residual in fits.values())

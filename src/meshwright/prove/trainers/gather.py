@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.comm.values import gather_values
 from meshwright.prove.trainers.observed import GatheredTensor, MeshAxis, RankCopy
 
+# Axes along which plain tensors are the same: those that wrappers of data parallelism have here.
+_REPLICATED: Final = ("dp", "replicate")
 # What wrappers put before or between the parts of a parameter's name.
 _WRAPPERS: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 # Axes whose ranks read different parts of the same rows.
@@ -84,9 +86,6 @@ def sharding_axes(tensor: Tensor) -> tuple[str, ...]:
         for name, placement in zip(names, tensor.placements, strict=True)
         if not placement.is_replicate() and not placement.is_partial()
     )
-
-
-_REPLICATED: Final = ("dp", "replicate")  # the axes along which plain tensors are the same
 
 
 class ModelReader:
@@ -280,8 +279,8 @@ def _groups(module: nn.Module) -> dict[str, Any]:
         replicas = getattr(module, "_inter_node_pg", None)
         return {"shard": module.process_group} | ({"replicate": replicas} if replicas else {})
     if type(module).__module__.startswith("deepspeed") and hasattr(module, "data_parallel_group"):
-        cut_over = getattr(module.mpu, "get_tensor_model_parallel_group", lambda: None)()
-        return {"dp": module.data_parallel_group} | ({"tp": cut_over} if cut_over else {})
+        tp_group = getattr(module.mpu, "get_tensor_model_parallel_group", lambda: None)()
+        return {"dp": module.data_parallel_group} | ({"tp": tp_group} if tp_group else {})
     return {}
 
 

@@ -192,7 +192,7 @@ class Resume(NamedTuple):
 
 
 def resumed_folder_with_steps(config: Config, resume: Resume) -> RunFolder:
-    """Return the folder of a run to resume; `ConfigError` if it is not one or has no step."""
+    """Return the folder of a run to resume; raises `ConfigError` if it has no step to resume."""
     folder = resumed_folder(resume.run)
     where = folder.steps_of(config)
     if not steps(where):
