@@ -44,10 +44,10 @@ HEALTHY = """\
 ## Without
 
 Cases of [the table of other systems](../others.md): all but DeepSpeed's, which compiles, those of
-transformers on four ranks with one microbatch, and those that `prove` finds wrong in these versions:
-norms of heads in transformers' tp with two microbatches, apertus and glm4_moe in its tp, and
-torchtitan's DDP. A script without Meshwright shows the first for qwen3; nothing but `prove` shows
-the other families.
+transformers on four ranks with one microbatch, and those that `prove` finds wrong in these
+versions: norms of heads in transformers' tp with two microbatches, apertus and glm4_moe in its tp,
+and torchtitan's DDP. A script without Meshwright shows the first for qwen3; nothing but `prove`
+shows the other families.
 
 | system | layout | microbatches | right | accused | not compared, or raises |
 |---|---|--:|---|---|---|
