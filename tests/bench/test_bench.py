@@ -54,6 +54,17 @@ def test_saturation_finds_the_rate_and_the_half_that_made_the_curve():
     assert half == 64
 
 
+def test_a_rate_that_does_not_depend_on_the_size_is_written_and_read():
+    """As of bf16 matmuls that a processor emulates."""
+    shapes = [Product(d, e, 64) for d in (64, 512) for e in (64, 1024)]
+    peak, half = saturation([(shape, shape.flops / 2e9) for shape in shapes])
+    assert (peak, half) == (pytest.approx(2e9), 0)
+    text = as_toml({"cpu": {"products.half.bf16": half, "products.bf16": 1.0}}, "", "")
+    assert parse_calibration(text).find("products.half.bf16", "cpu") == 0
+    with pytest.raises(ValueError, match=r"cpu\.products\.bf16 = 0\.0 must be finite and above 0"):
+        parse_calibration(as_toml({"cpu": {"products.bf16": 0.0}}, "", ""))
+
+
 def test_a_calibration_is_read_as_it_was_written():
     constants = {"cpu": {"moves": 1.5, "moves.fp32": 0.25, "inner.latency.send": 1e-5}}
     found = parse_calibration(as_toml(constants, "2026-01-01", 'a "machine"'))

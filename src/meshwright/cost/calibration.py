@@ -18,7 +18,8 @@ from meshwright.files import read_text
 from meshwright.parsing import parse_toml
 from meshwright.spec.model import OF_PADDING, ModelSpec
 
-# Constants with such a part in their name are divided by.
+# Constants with such a part in their name are divided by, but for dims at half the rate of matmuls:
+# these are 0 where the rate does not depend on the size, as in emulated bf16.
 _RATES: Final = frozenset(
     (
         "attention",
@@ -149,7 +150,8 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float
 def _checked(name: str, value: float) -> float:
     """Return the value of a constant; raises `ValueError` if it is infinite, negative, or a rate of
     0."""
-    is_rate = not _RATES.isdisjoint(name.split("."))
+    parts = name.split(".")
+    is_rate = not _RATES.isdisjoint(parts) and "half" not in parts
     if not math.isfinite(value) or value < 0 or (is_rate and value == 0):
         rule = "finite and above 0" if is_rate else "finite and not negative"
         raise ValueError(f"{name} = {value} must be {rule}")
